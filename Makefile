@@ -1,0 +1,38 @@
+# Needs only Python 3.11+, pip, venv and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test check format lint types bench clean
+
+demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
+	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
+
+test: $(INSTALLED)  ## create the environment and run the tests
+	$(BIN)/python -m pytest -n auto
+
+check: lint types test  ## format, lint, types and tests: before every commit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)  ## one FO-DP-SGD step against one plain SGD step, same run, one thread
+	$(BIN)/python benchmarks/step.py
+
+# The constraints pin every version; a change there or in pyproject.toml installs again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,62 @@
+"""Argument checks: each names the value, the rule and the fix, and stops before any data is touched."""
+
+import math
+from collections.abc import Iterable
+
+
+class PrivacyError(ValueError):
+    """Something that would make the stated guarantee false, or that cannot be run as asked."""
+
+
+def number(name: str, value: object) -> float:
+    """A finite real number; booleans, strings, NaN and infinities are refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PrivacyError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
+    """A number above zero."""
+    checked = number(name, value)
+    if checked <= 0:
+        raise PrivacyError(f"{name} must be above 0, got {value!r}")
+    return checked
+
+
+def at_least_zero(name: str, value: object) -> float:
+    """A number of zero or more."""
+    checked = number(name, value)
+    if checked < 0:
+        raise PrivacyError(f"{name} must be at least 0, got {value!r}")
+    return checked
+
+
+def fraction(name: str, value: object) -> float:
+    """A number in (0, 1]."""
+    checked = number(name, value)
+    if not 0 < checked <= 1:
+        raise PrivacyError(f"{name} must lie in (0, 1], got {value!r}")
+    return checked
+
+
+def open_fraction(name: str, value: object) -> float:
+    """A number in (0, 1)."""
+    checked = number(name, value)
+    if not 0 < checked < 1:
+        raise PrivacyError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+    return checked
+
+
+def whole(name: str, value: object, minimum: int = 1) -> int:
+    """A whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise PrivacyError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> str:
+    """One of the listed words."""
+    allowed = list(choices)
+    if not isinstance(value, str) or value not in allowed:
+        raise PrivacyError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+    return value
