@@ -1,0 +1,244 @@
+"""Random streams keyed by (key, step, name): every random draw of a run comes from here.
+
+One pipeline serves both modes: a keyed hash turns (key, step, name) into an AES-256 key, AES in counter mode
+gives a keystream, and wide uniforms from the keystream become normals by the method of Box and Muller. The
+modes differ only in where the key comes from:
+
+* **secure** (the default): fresh operating-system entropy, kept in memory only. Nobody can tell masks and
+  keystream from truly random ones without breaking AES-256 or BLAKE2b, or reading this process's memory.
+* **seeded**: derived from a recorded seed, for research. Whoever knows the seed can subtract the noise and
+  learn the masks, so a seeded run protects nobody; its privacy statement has to say so.
+
+What is *not* defended, in either mode:
+
+* **Floating point.** The normals are floats: not every real number can occur, and which sums of data and
+  noise can occur differs between neighbouring data sets. Who sees exact releases may exploit this: Mironov
+  (2012) for Laplace noise, Jin et al. (2022) for Gaussian noise made in pairs as here, DP-SGD included. The
+  ε of a plan is that of the ideal Gaussian. Wide uniforms keep the tails right; they do not close this gap.
+  Adding up several draws makes the attack harder (Holohan & Braghin 2021), at that many times the cost; it is
+  not done here.
+* **Timing.** Each normal takes the same operations whatever its value, without rejection loops, but `log`,
+  `sin` and `cos` promise no constant time, and the time of a whole step depends on the size of its lot.
+* **Memory and snapshots.** The key lies in ordinary memory, where a core dump, a swapped page or a debugger
+  finds it, and a virtual machine resumed twice from one snapshot draws the same numbers twice.
+"""
+
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+
+Array = npt.NDArray[Any]
+
+# Pairs of normals made at a time: all scratch stays in a core's cache, and calls are few. The layout of a
+# stream depends on it, so another value would change seeded runs.
+PAIRS: Final = 32768
+_MARGIN: Final = 16  # `cryptography` may ask for room for one block more than it writes
+_ZEROS: Final = memoryview(bytes(16 * PAIRS))  # the keystream is the encryption of zeros
+_ANGLE_WORDS: Final[dict[str, np.dtype[Any]]] = {"float32": np.dtype("<i4"), "float64": np.dtype("<i8")}
+
+_forks = 0  # how many times this process's line of ancestors has forked since this module was loaded
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # absent where there is no fork
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class Streams:
+    """Independent random streams, one per (step, name), all from one key.
+
+    The same (key, step, name) always gives the same numbers; different ones give streams that cannot be told
+    from independent ones without the key. Normals, words and seeds of one name are different streams too.
+
+    A secure instance never gives the same normals or the same words twice: per name, steps have to increase
+    strictly, for noise used on two lots cancels out and a mask used twice is not a fresh Poisson draw. It
+    cannot be copied or pickled, its key is in no `repr`, and in a forked child it takes a fresh key before
+    the first draw. A seeded instance may replay, and is no more than its seed.
+
+    Seeded normals repeat bit for bit on machines of one kind; where NumPy uses other vector instructions or
+    versions the last bits may differ. Words and masks are the same everywhere.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = None if seed is None else _checks.whole("seed", seed, minimum=0)
+        self._key = secrets.token_bytes(32) if self._seed is None else _key_of(self._seed)
+        self._forks = _forks
+        self._last_step: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def secure(cls) -> Self:
+        """Streams under a fresh key from the operating system, which is never written anywhere."""
+        return cls()
+
+    @classmethod
+    def seeded(cls, seed: int) -> Self:
+        """Streams anyone can repeat who knows the seed, of any length (every bit counts): for research."""
+        return cls(_checks.whole("seed", seed, minimum=0))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed, or None for secure streams."""
+        return self._seed
+
+    def normal_(self, out: torch.Tensor, std: float, step: int, name: str) -> torch.Tensor:
+        """Fill `out` (float32 or float64) with independent draws from N(0, std²) and return it.
+
+        The numbers are made on the CPU and copied to other devices, so a run draws the same on all of them.
+        """
+        checked = _standard_deviation(std, out.dtype)
+        keystream = self._keystream("normal", step, name)
+        with torch.no_grad():
+            if checked == 0:
+                return out.zero_()
+            if out.device.type == "cpu" and out.is_contiguous():
+                _fill_normal(out.detach().view(-1).numpy(), checked, keystream)
+                return out
+            host = torch.empty(out.shape, dtype=out.dtype)
+            _fill_normal(host.view(-1).numpy(), checked, keystream)
+            return out.copy_(host)
+
+    def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
+        """`count` independent uniform 64-bit words."""
+        size = 8 * _checks.whole("count", count, minimum=0)
+        keystream = self._keystream("words", step, name)
+        buffer = np.empty(size + _MARGIN, dtype=np.uint8)
+        for start in range(0, size, len(_ZEROS)):
+            part = min(len(_ZEROS), size - start)
+            keystream.update_into(_ZEROS[:part], buffer[start : start + part + _MARGIN].data)
+        return buffer[:size].view("<u8")
+
+    def torch_seed(self, step: int, name: str) -> int:
+        """A 63-bit seed for PyTorch's own generator: for dropout and the like, never for noise or masks.
+
+        Asking again gives the same seed, in secure mode too. PyTorch's CPU generator keeps 32 bits of it.
+        """
+        return int.from_bytes(self._derive("seed", step, name)[:8], "little") >> 1
+
+    def __repr__(self) -> str:
+        return "Streams.secure()" if self._seed is None else f"Streams.seeded({self._seed})"
+
+    def __reduce__(self) -> tuple[Callable[[int], "Streams"], tuple[int]]:
+        # pickle, copy and deepcopy all come through here
+        if self._seed is None:
+            raise PrivacyError(
+                "secure streams cannot be copied or pickled: a second holder of their key would repeat the "
+                "noise; make new ones with Streams.secure()"
+            )
+        return type(self).seeded, (self._seed,)
+
+    def _keystream(self, kind: str, step: int, name: str) -> CipherContext:
+        key = self._derive(kind, step, name)
+        if self._seed is None:
+            self._claim(kind, step, name)
+        # every stream has an AES key of its own, so the counter can start at zero in each
+        return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+
+    def _derive(self, kind: str, step: int, name: str) -> bytes:
+        """32 bytes that belong to (key, kind, step, name) alone."""
+        _checks.whole("step", step, minimum=0)
+        if not isinstance(name, str) or not name:
+            raise PrivacyError(f"a stream's name must be a non-empty string, got {name!r}")
+        if self._seed is None and self._forks != _forks:
+            # parent and child hold the same key: the child leaves it, or both would draw the same noise
+            self._key, self._lock, self._forks = secrets.token_bytes(32), threading.Lock(), _forks
+        place = step.to_bytes(8, "little") + name.encode()
+        return hashlib.blake2b(place, digest_size=32, key=self._key, person=f"fodp.{kind}".encode()).digest()
+
+    def _claim(self, kind: str, step: int, name: str) -> None:
+        """Record that this stream is used now; refuse what may have been used before."""
+        with self._lock:
+            last = self._last_step.get((kind, name), -1)
+            if step <= last:
+                raise PrivacyError(
+                    f"secure stream {name!r} was already drawn up to step {last}, so step {step} may repeat "
+                    "randomness; increase the step, use another name, or replay with Streams.seeded(seed)"
+                )
+            self._last_step[kind, name] = step
+
+
+def radii(words: Array, wide: Array, out: Array) -> Array:
+    """Radii √(-2 ln u) of pairs of normals, from 64-bit words seen as signed: u = (|word| + ½) / 2⁶³.
+
+    u lies in [2⁻⁶⁴, 1], so radii reach 9.4 and the logarithm never sees a zero. `wide` is float64 scratch.
+    """
+    np.copyto(wide, words)
+    np.abs(wide, out=wide)
+    wide += 0.5
+    wide *= 2.0**-63
+    np.log(wide, out=wide)
+    np.copyto(out, wide, casting="same_kind")
+    out *= -2.0
+    np.sqrt(out, out=out)
+    return out
+
+
+def angles(words: Array, out: Array) -> Array:
+    """Angles in [-π, π] from signed 32-bit or 64-bit words."""
+    np.copyto(out, words, casting="same_kind")
+    out *= -np.pi / np.iinfo(words.dtype).min
+    return out
+
+
+class _Scratch(threading.local):
+    """Reused memory, one per thread: NumPy leaves the interpreter lock, so threads must not share it."""
+
+    def __init__(self) -> None:
+        self.keystream = np.empty(len(_ZEROS) + _MARGIN, dtype=np.uint8)
+        self.wide = np.empty(PAIRS)
+        self.radius = np.empty(PAIRS)
+        self.angle = np.empty(PAIRS)
+
+
+_scratch = _Scratch()
+
+
+def _fill_normal(out: Array, std: float, keystream: CipherContext) -> None:
+    """Fill a flat array: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
+    angle_type = _ANGLE_WORDS[out.dtype.name]
+    for start in range(0, out.size, 2 * PAIRS):
+        block = out[start : start + 2 * PAIRS]
+        pairs = (block.size + 1) // 2
+        size = pairs * (8 + angle_type.itemsize)
+        keystream.update_into(_ZEROS[:size], _scratch.keystream.data)
+        radius = _scratch.radius.view(out.dtype)[:pairs]
+        radii(_scratch.keystream[: 8 * pairs].view("<i8"), _scratch.wide[:pairs], radius)
+        radius *= std
+        angle = _scratch.angle.view(out.dtype)[:pairs]
+        angles(_scratch.keystream[8 * pairs : size].view(angle_type), angle)
+        first, second = block[:pairs], block[pairs:]
+        np.cos(angle, out=first)
+        first *= radius
+        np.sin(angle, out=angle)
+        np.multiply(angle[: second.size], radius[: second.size], out=second)
+
+
+def _standard_deviation(std: float, dtype: torch.dtype) -> float:
+    """A standard deviation whose draws neither vanish nor overflow in `dtype`."""
+    if dtype not in (torch.float32, torch.float64):
+        raise PrivacyError(f"noise needs a float32 or float64 tensor, got {dtype}; draw in float32 and convert")
+    checked: float = _checks.at_least_zero("std", std)
+    limits = torch.finfo(dtype)
+    if checked > limits.max / 16 or 0 < checked < limits.tiny:
+        raise PrivacyError(f"std {std!r} is out of the range of {dtype}; rescale the problem")
+    return checked
+
+
+def _key_of(seed: int) -> bytes:
+    length = (seed.bit_length() + 7) // 8
+    return hashlib.blake2b(seed.to_bytes(length, "little"), digest_size=32, person=b"fodp.key").digest()
