@@ -1,0 +1,192 @@
+"""The one entry: a name or a file becomes normalised tensors with a public card."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fodp._checks import PrivacyError, whole
+from fodp.data.cards import CARDS, Card, own_card
+
+if TYPE_CHECKING:  # so that asking for a card, or for --help, does not wait for torch
+    from torch.utils.data import TensorDataset
+
+    from fodp.data.arrays import Arrays
+
+LARGEST_VALIDATION = 5000  # enough to choose hyper-parameters; 45,000 float images would fill the memory
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set, ready to use: `train` is private; `validation` and `test` are taken to be public.
+
+    `validation` holds training examples beyond the first `card.train_size`, at most 5,000, for choosing
+    hyper-parameters; it may be empty.
+    """
+
+    card: Card
+    train: "TensorDataset"
+    validation: "TensorDataset"
+    test: "TensorDataset"
+
+
+def load(
+    name: str | Path,
+    data_dir: str | Path | None = None,
+    *,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    assume_size: int | None = None,
+    classes: int | None = None,
+    flatten: bool = True,
+    download: bool = True,
+    progress: bool = True,
+) -> Splits:
+    """Load `digits`, `cifar10`, `cifar100`, `svhn` or a user's own `.npz`.
+
+    Args:
+        name: a data set's name, or the path of an `.npz` with train_images, train_labels, test_images and
+            test_labels. Images are uint8 (mapped to [-1, 1]) or floating point (used as they are), of the
+            shape (n, features), (n, h, w), (n, h, w, c) or (n, c, h, w).
+        data_dir: folder with `<name>.npz` or the official archives; default: the variable FODP_DATA. What
+            is not there is downloaded to the user's cache.
+        train_size: train on the first so many examples of a named data set (default: its card's).
+        test_size: test on the first so many examples (default: the card's; all of one's own).
+        assume_size: for one's own data: the public size of the training set, from which rates follow. It is
+            never taken from the file, because the number of examples present is private.
+        classes: for one's own data: the public number of classes, for the same reason.
+        flatten: one row per image, as the paper's classifier wants; False keeps (channels, height, width).
+        download: False refuses to use the network.
+        progress: show a bar while downloading.
+
+    Example:
+        >>> splits = load("digits")
+        >>> len(splits.train), splits.card.lot_size
+        (1437, 144)
+    """
+    label = str(name)
+    if label in CARDS:
+        if assume_size is not None or classes is not None:
+            raise PrivacyError(
+                f"{label} has a public card; leave assume_size and classes out (train_size cuts it)"
+            )
+        card = CARDS[label]
+        card = replace(
+            card,
+            train_size=card.train_size if train_size is None else whole("train_size", train_size),
+            test_size=card.test_size if test_size is None else whole("test_size", test_size),
+        )
+        arrays = _read_named(card, data_dir, download=download, progress=progress)
+        return _split(arrays, card, train_stop=card.train_size, flatten=flatten)
+    if label.endswith(".npz"):
+        if train_size is not None:
+            raise PrivacyError(
+                f"train_size={train_size} cuts a named data set; for your own {label} state assume_size"
+            )
+        arrays, card = _read_own(Path(name), assume_size, classes, test_size)
+        return _split(arrays, card, train_stop=len(arrays.train_images), flatten=flatten)
+    raise PrivacyError(
+        f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file; got {label!r}"
+    )
+
+
+def _read_own(
+    path: Path, assume_size: int | None, classes: int | None, test_size: int | None
+) -> "tuple[Arrays, Card]":
+    if assume_size is None or classes is None:
+        raise PrivacyError(
+            f"for your own data {path} state assume_size (--assume-size) and classes (--classes), as public "
+            "numbers: counted from the file they would reveal who is in it"
+        )
+    whole("assume_size", assume_size)
+    whole("classes", classes, minimum=2)
+
+    from fodp.data import arrays as checks
+    from fodp.data import npz
+
+    arrays = npz.read(path)
+    checks.check(arrays, path, classes)
+    card = own_card(
+        path.name,
+        assume_size=assume_size,
+        test_size=len(arrays.test_images) if test_size is None else whole("test_size", test_size),
+        classes=classes,
+        shape=arrays.train_images.shape[1:],
+        is_uint8=arrays.train_images.dtype == "uint8",
+    )
+    return arrays, card
+
+
+def _read_named(card: Card, data_dir: str | Path | None, *, download: bool, progress: bool) -> "Arrays":
+    from fodp.data import arrays as checks
+
+    arrays, where = _find(card.name, data_dir, download=download, progress=progress)
+    checks.check(arrays, where, card.classes)
+    images = arrays.train_images
+    if images.shape[1:] != card.shape or images.dtype != "uint8":
+        raise PrivacyError(
+            f"images of {where} must be uint8 of shape {card.shape} (channels first) each, "
+            f"got {images.dtype} of {images.shape[1:]}; is it really {card.name}?"
+        )
+    return arrays
+
+
+def _find(
+    name: str, data_dir: str | Path | None, *, download: bool, progress: bool
+) -> "tuple[Arrays, object]":
+    """The arrays of a named data set and where they come from: an .npz, official archives, the network."""
+    from fodp.data import archives, cifar, digits, npz, svhn
+
+    if name == "digits":
+        return digits.read(), "digits"
+    folder = _folder(data_dir)
+    paths: list[Path] = []
+    if folder is not None:
+        if (folder / f"{name}.npz").exists():
+            return npz.read(folder / f"{name}.npz"), folder / f"{name}.npz"
+        paths = [folder / archive.file for archive in archives.ARCHIVES[name]]
+    if not paths or not all(path.exists() for path in paths):
+        if not download:
+            files = " and ".join(archive.file for archive in archives.ARCHIVES[name])
+            raise PrivacyError(
+                f"{name} is not in {folder or 'any folder (FODP_DATA is not set)'} and downloading is off; "
+                f"put {name}.npz or {files} into a folder and name it with data_dir, --data-dir or FODP_DATA"
+            )
+        paths = archives.fetch(name, progress=progress)
+    arrays = svhn.read(*paths) if name == "svhn" else cifar.read(name, *paths)
+    return arrays, paths[0]
+
+
+def _folder(data_dir: str | Path | None) -> Path | None:
+    chosen, origin = (
+        (data_dir, "data_dir") if data_dir is not None else (os.environ.get("FODP_DATA"), "FODP_DATA")
+    )
+    if not chosen:
+        return None
+    folder = Path(chosen).expanduser()
+    if not folder.is_dir():
+        # A mistyped folder must not end in a silent download.
+        raise PrivacyError(f"{origin} must name an existing folder, got {str(chosen)!r}; correct or unset it")
+    return folder
+
+
+def _split(arrays: "Arrays", card: Card, *, train_stop: int, flatten: bool) -> Splits:
+    from fodp.data.arrays import to_dataset
+
+    for asked, option, present in (
+        (train_stop, "train_size", len(arrays.train_images)),
+        (card.test_size, "test_size", len(arrays.test_images)),
+    ):
+        if present < asked:
+            raise PrivacyError(
+                f"{card.name} needs {asked} examples but the file holds {present}; "
+                f"fetch the whole data set or ask for {option}={present} or less"
+            )
+    rest = slice(train_stop, train_stop + LARGEST_VALIDATION)
+    parts = (
+        (arrays.train_images[:train_stop], arrays.train_labels[:train_stop]),
+        (arrays.train_images[rest], arrays.train_labels[rest]),
+        (arrays.test_images[: card.test_size], arrays.test_labels[: card.test_size]),
+    )
+    train, validation, test = (to_dataset(images, labels, card, flatten=flatten) for images, labels in parts)
+    return Splits(card=card, train=train, validation=validation, test=test)

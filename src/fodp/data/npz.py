@@ -1,0 +1,47 @@
+"""NumPy archives with `train_images`, `train_labels`, `test_images` and `test_labels`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fodp._checks import PrivacyError
+from fodp.data.arrays import Arrays, reading
+
+CHANNELS = (1, 3, 4)  # grey, colour, colour with transparency
+
+
+def read(path: Path) -> Arrays:
+    """Read the four arrays and put channels first. Pickled objects are refused, so loading runs no code."""
+    if not path.is_file():
+        raise PrivacyError(f"no such file: {path}; give the path of an .npz archive")
+    with reading(path):
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise PrivacyError(f"{path} is a single array; write an archive with numpy.savez")
+        with archive:
+            missing = [name for name in Arrays._fields if name not in archive.files]
+            if missing:
+                raise PrivacyError(
+                    f"{path} lacks {', '.join(missing)}; it needs {', '.join(Arrays._fields)} (numpy.savez)"
+                )
+            arrays = Arrays(*(archive[name] for name in Arrays._fields))
+    return arrays._replace(
+        train_images=channels_first(arrays.train_images, path),
+        test_images=channels_first(arrays.test_images, path),
+    )
+
+
+def channels_first(images: NDArray[Any], where: object) -> NDArray[Any]:
+    """(n, h, w) and (n, h, w, c) become (n, c, h, w); (n, features) and (n, c, h, w) stay."""
+    if images.ndim == 3:
+        return images[:, None]
+    if images.ndim == 4 and images.shape[3] in CHANNELS:
+        return images.transpose(0, 3, 1, 2)
+    if images.ndim == 2 or (images.ndim == 4 and images.shape[1] in CHANNELS):
+        return images
+    raise PrivacyError(
+        f"images of {where} must have the shape (n, features), (n, h, w), (n, h, w, c) or (n, c, h, w) "
+        f"with 1, 3 or 4 channels, got {images.shape}"
+    )
