@@ -1,0 +1,58 @@
+"""One flat vector over the trainable parameters, in `model.parameters()` order."""
+
+import torch
+from torch import Tensor, nn
+
+from fodp._checks import PrivacyError
+
+
+class Layout:
+    """Where each trainable parameter lies in the flat vector.
+
+    Releases, offsets and memories are all laid out like this; frozen parameters have no place in it.
+    """
+
+    def __init__(self, model: nn.Module):
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise PrivacyError(
+                "the model has no trainable parameter: set requires_grad=True on what should be trained"
+            )
+        uninitialised = [name for name, p in trainable.items() if isinstance(p, nn.UninitializedParameter)]
+        if uninitialised:
+            raise PrivacyError(
+                f"{uninitialised[0]} is a lazy parameter: run the model once on dummy input first"
+            )
+        self.names = tuple(trainable)
+        self.parameters = tuple(trainable.values())
+        self.size = sum(p.numel() for p in self.parameters)
+        self.device = self.parameters[0].device
+        # Half-precision parameters still get float32 releases: norms and noise need the range.
+        is_double = any(p.dtype == torch.float64 for p in self.parameters)
+        self.dtype = torch.float64 if is_double else torch.float32
+
+    def zeros(self) -> Tensor:
+        """A fresh flat vector of zeros."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The flat vector seen as one tensor per parameter; writing to them writes to it."""
+        if flat.shape != (self.size,):
+            raise PrivacyError(
+                f"expected a flat vector of {self.size} entries, got shape {tuple(flat.shape)}"
+            )
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def read(self) -> Tensor:
+        """A copy of the parameters as one flat vector."""
+        return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.parameters])
+
+    def set_gradients(self, release: Tensor, divisor: float, buffer: Tensor) -> None:
+        """Give every parameter its part of release / divisor as `.grad`.
+
+        The gradients live in `buffer`, never in the release: people clip and zero gradients in place.
+        """
+        torch.mul(release, 1 / divisor, out=buffer)
+        for parameter, view in zip(self.parameters, self.views(buffer), strict=True):
+            parameter.grad = view.to(parameter.dtype)
