@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check format lint types bench clean
+.PHONY: demo test check format lint types bench bench-methods clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -26,6 +26,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)  ## one FO-DP-SGD step against one plain SGD step, same run, one thread
 	$(BIN)/python benchmarks/step.py
+
+bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
+	$(BIN)/python benchmarks/methods.py
 
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt

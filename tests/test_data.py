@@ -86,9 +86,7 @@ def cifar10_members(images: np.ndarray, labels: np.ndarray, protocol: int = 2) -
     chunks = np.array_split(np.arange(TRAIN), 5)
     members = {"cifar-10-batches-py/readme.html": b"hello"}
     for i, chunk in enumerate(chunks, start=1):
-        members[f"cifar-10-batches-py/data_batch_{i}"] = batch(
-            images[chunk], labels[chunk], b"labels", protocol
-        )
+        members[f"cifar-10-batches-py/data_batch_{i}"] = batch(images[chunk], labels[chunk], b"labels", protocol)
     members["cifar-10-batches-py/test_batch"] = batch(images[TRAIN:], labels[TRAIN:], b"labels", protocol)
     return members
 
@@ -126,9 +124,7 @@ WRITERS: dict[str, Callable[..., None]] = {
 
 class TestCards:
     def test_a_card_needs_neither_torch_nor_numpy(self) -> None:
-        code = (
-            "import sys, fodp.data.cards; print([m for m in ('torch', 'numpy', 'pooch') if m in sys.modules])"
-        )
+        code = "import sys, fodp.data.cards; print([m for m in ('torch', 'numpy', 'pooch') if m in sys.modules])"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert result.stdout.strip() == "[]"
 
@@ -213,9 +209,7 @@ class TestNamedDataSets:
 
     def test_too_few_examples_are_not_quietly_accepted(self, tmp_path: Path) -> None:
         write_npz(tmp_path, "cifar10", *pixels())
-        with refused(
-            "needs 5000 examples but the file holds 15; fetch the whole data set or ask for train_size=15"
-        ):
+        with refused("needs 5000 examples but the file holds 15; fetch the whole data set or ask for train_size=15"):
             load("cifar10", tmp_path)
         with refused("test_size=6 or less"):
             load("cifar10", tmp_path, train_size=10)
@@ -272,9 +266,7 @@ class TestOfficialFormats:
         old_splits = load("cifar100", tmp_path, **SIZES)
         (tmp_path / "npz").mkdir()
         write_npz(tmp_path / "npz", "cifar100", images, labels)
-        assert torch.equal(
-            old_splits.train.tensors[0], load("cifar100", tmp_path / "npz", **SIZES).train.tensors[0]
-        )
+        assert torch.equal(old_splits.train.tensors[0], load("cifar100", tmp_path / "npz", **SIZES).train.tensors[0])
 
     @pytest.mark.parametrize("kept", [0, 10, 0.1, 0.5, 0.9, 0.99])
     @pytest.mark.parametrize("name", WRITERS)
@@ -425,10 +417,7 @@ class TestNothingRunsOnLoad:
         folder = tmp_path / "inner"
         folder.mkdir()
         images, labels = pixels()
-        members = {
-            f"../../{name.split('/')[-1]}": content
-            for name, content in cifar10_members(images, labels).items()
-        }
+        members = {f"../../{name.split('/')[-1]}": content for name, content in cifar10_members(images, labels).items()}
         write_tar(folder / "cifar-10-python.tar.gz", members)
         assert len(load("cifar10", folder, **SIZES).train) == 10
         assert [path.name for path in tmp_path.iterdir()] == ["inner"]
@@ -442,9 +431,7 @@ class TestNothingRunsOnLoad:
 
     def test_npz_with_objects(self, tmp_path: Path) -> None:
         arrays = as_arrays(*pixels())
-        arrays["train_labels"] = np.array(
-            [Evil(os.system, f"touch {tmp_path / 'was-run'}")] * TRAIN, dtype=object
-        )
+        arrays["train_labels"] = np.array([Evil(os.system, f"touch {tmp_path / 'was-run'}")] * TRAIN, dtype=object)
         np.savez(tmp_path / "own.npz", **arrays)
         with refused("allow_pickle=False"):
             load(tmp_path / "own.npz", assume_size=15, classes=10)

@@ -93,9 +93,7 @@ class TestOwnModel:
     @pytest.fixture(autouse=True)
     def _in_a_folder_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "own_models.py").write_text(OWN)
-        (tmp_path / "own_helper.py").write_text(
-            "from torch import nn\ndef model(): return nn.Linear(64, 10)\n"
-        )
+        (tmp_path / "own_helper.py").write_text("from torch import nn\ndef model(): return nn.Linear(64, 10)\n")
         (tmp_path / "own_broken.py").write_text("def f(:\n")
         monkeypatch.chdir(tmp_path)
 
@@ -207,9 +205,7 @@ class TestAccuracy:
         for _ in range(4):
             for start in range(0, len(labels), 64):
                 optimizer.zero_grad()
-                cross_entropy(
-                    model, (images[start : start + 64], labels[start : start + 64])
-                ).mean().backward()
+                cross_entropy(model, (images[start : start + 64], labels[start : start + 64])).mean().backward()
                 optimizer.step()
         share, loss = accuracy(model, splits.test)
         assert share > 0.93

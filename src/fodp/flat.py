@@ -15,14 +15,10 @@ class Layout:
     def __init__(self, model: nn.Module):
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise PrivacyError(
-                "the model has no trainable parameter: set requires_grad=True on what should be trained"
-            )
+            raise PrivacyError("the model has no trainable parameter: set requires_grad=True on what should be trained")
         uninitialised = [name for name, p in trainable.items() if isinstance(p, nn.UninitializedParameter)]
         if uninitialised:
-            raise PrivacyError(
-                f"{uninitialised[0]} is a lazy parameter: run the model once on dummy input first"
-            )
+            raise PrivacyError(f"{uninitialised[0]} is a lazy parameter: run the model once on dummy input first")
         self.names = tuple(trainable)
         self.parameters = tuple(trainable.values())
         self.size = sum(p.numel() for p in self.parameters)
@@ -38,15 +34,19 @@ class Layout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The flat vector seen as one tensor per parameter; writing to them writes to it."""
         if flat.shape != (self.size,):
-            raise PrivacyError(
-                f"expected a flat vector of {self.size} entries, got shape {tuple(flat.shape)}"
-            )
+            raise PrivacyError(f"expected a flat vector of {self.size} entries, got shape {tuple(flat.shape)}")
         parts = flat.split([p.numel() for p in self.parameters])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def read(self) -> Tensor:
         """A copy of the parameters as one flat vector."""
         return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.parameters])
+
+    def write(self, flat: Tensor) -> None:
+        """Set the parameters from one flat vector."""
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+                parameter.copy_(view)
 
     def set_gradients(self, release: Tensor, divisor: float, buffer: Tensor) -> None:
         """Give every parameter its part of release / divisor as `.grad`.

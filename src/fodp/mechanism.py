@@ -126,9 +126,7 @@ class GaussianMechanism:
         self.noise_multiplier = _checks.at_least_zero("noise_multiplier", noise_multiplier)
         self.beta = _checks.fraction("beta", beta)
         if beta < 1 and memory is None:
-            raise PrivacyError(
-                f"beta={beta} mixes in a memory: pass memory=fodp.FractionalMemory(...) or beta=1"
-            )
+            raise PrivacyError(f"beta={beta} mixes in a memory: pass memory=fodp.FractionalMemory(...) or beta=1")
         self.memory = memory
         self._noise: Noise = Streams.secure() if generator is None else _TorchNoise(generator)
         self._step = 0

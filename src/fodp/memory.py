@@ -16,7 +16,7 @@ from fodp._checks import PrivacyError
 
 # Inner products run in float32 over blocks of this many entries and are added up in float64:
 # exact enough for the scores at the speed of one pass through memory.
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16
 
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
@@ -181,7 +181,7 @@ class FractionalMemory(WindowMemory):
             self._trend = release.clone()
         else:
             self._trend.lerp_(release, self.gamma)
-        # One Gram row per step: the trend against every remembered release and itself.
+        # One Gram row per step: the trend against every remembered release, and itself.
         ring, squares = self._ring[: self.filled], self._squares[: self.filled]
         self._trend_square = _inner(self._trend[None], self._trend)[0]
         squares[row] = _inner(release[None], release)[0]
@@ -207,9 +207,7 @@ class FractionalMemory(WindowMemory):
         """The normalised confidence-aware fractional kernel by lag."""
         log_kernel = self._log_power_law[: self.filled]
         if self.tau > 0 and self.filled:
-            log_kernel = (
-                log_kernel - self.confidence * self.tau * self.inconsistency * self._lags[: self.filled]
-            )
+            log_kernel = log_kernel - self.confidence * self.tau * self.inconsistency * self._lags[: self.filled]
         # Normalises without under- or overflow; a tempering beyond all floats must not leave inf - inf.
         return torch.softmax(log_kernel.clamp(min=torch.finfo(log_kernel.dtype).min), 0)
 
@@ -237,17 +235,13 @@ def _normalised(kernel: Tensor) -> Tensor:
 
 def _inner(rows: Tensor, vector: Tensor) -> Tensor:
     """⟨row, vector⟩ of every row, summed over blocks in float64."""
-    total = torch.zeros(len(rows), dtype=torch.float64)
-    for start in range(0, len(vector), _BLOCK):
-        part = torch.mv(rows[:, start : start + _BLOCK], vector[start : start + _BLOCK])
-        total += part.to(total)
-    return total
+    starts = range(0, len(vector), _BLOCK)
+    parts = torch.stack([torch.mv(rows[:, i : i + _BLOCK], vector[i : i + _BLOCK]) for i in starts])
+    return parts.cpu().double().sum(0)
 
 
 def _squared_distances(rows: Tensor, vector: Tensor) -> Tensor:
     """‖row - vector‖² of every row: subtracted first, so that nothing cancels; blocks as in `_inner`."""
-    total = torch.zeros(len(rows), dtype=torch.float64)
-    for start in range(0, len(vector), _BLOCK):
-        part = (rows[:, start : start + _BLOCK] - vector[start : start + _BLOCK]).square_().sum(1)
-        total += part.to(total)
-    return total
+    starts = range(0, len(vector), _BLOCK)
+    parts = [(rows[:, i : i + _BLOCK] - vector[i : i + _BLOCK]).square_().sum(1) for i in starts]
+    return torch.stack(parts).cpu().double().sum(0)

@@ -43,9 +43,7 @@ def cnn(card: Card) -> nn.Module:
     per-example gradients short (Papernot et al. 2021). 0.11M parameters for CIFAR-10, 5 thousand for digits.
     """
     if len(card.shape) != 3 or min(card.shape[1:]) < 8:
-        raise PrivacyError(
-            f"cnn needs images of at least 8x8 pixels, got shape {card.shape}; use mlp or logistic"
-        )
+        raise PrivacyError(f"cnn needs images of at least 8x8 pixels, got shape {card.shape}; use mlp or logistic")
     channels, height, width = card.shape
     layers: list[nn.Module] = []
     wide = 32
@@ -74,9 +72,7 @@ def build(name: str, card: Card) -> nn.Module:
         return MODELS[name](card)
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise PrivacyError(
-            f"the model must be one of {', '.join(MODELS)} or your own module:function; got {name!r}"
-        )
+        raise PrivacyError(f"the model must be one of {', '.join(MODELS)} or your own module:function; got {name!r}")
     with _current_directory_importable():
         function = _import(name, module_name, function_name)
         try:
@@ -100,10 +96,8 @@ def _import(name: str, module_name: str, function_name: str) -> Callable[..., ob
             "module:function is looked up in the current directory and among installed packages"
         ) from error
     if not callable(function):
-        raise PrivacyError(
-            f"model {name} must be a function that returns a model, got {type(function).__name__}"
-        )
-    return function  # type: ignore[no-any-return]
+        raise PrivacyError(f"model {name} must be a function that returns a model, got {type(function).__name__}")
+    return function
 
 
 def _accepted(function: Callable[..., object], offered: dict[str, Any]) -> dict[str, Any]:

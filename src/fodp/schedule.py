@@ -14,9 +14,7 @@ def checked(name: str, schedule: object, check: Callable[[str, object], float]) 
     if not isinstance(schedule, Sequence) or isinstance(schedule, str):
         return check(name, schedule)
     try:
-        pairs = tuple(
-            (_checks.whole("a first step", start, 0), check(name, value)) for start, value in schedule
-        )
+        pairs = tuple((_checks.whole("a first step", start, 0), check(name, value)) for start, value in schedule)
     except (TypeError, ValueError) as error:
         raise PrivacyError(f"{name} must be a number or pairs (first step, value): {error}") from None
     starts = [start for start, _ in pairs]

@@ -50,9 +50,7 @@ def check(arrays: Arrays, where: object, classes: int) -> None:
             raise PrivacyError(f"{at} must be uint8 or floating point, got {images.dtype}; convert it first")
         _check_labels(labels, f"{split}_labels of {where}", classes)
         if len(images) != len(labels):
-            raise PrivacyError(
-                f"{at} has {len(images)} examples but {split}_labels {len(labels)}; they must match"
-            )
+            raise PrivacyError(f"{at} has {len(images)} examples but {split}_labels {len(labels)}; they must match")
         # Judged in float32, where training happens: 1e300 is finite only before the conversion.
         finite = _is_finite(images)
         if not finite.all():
@@ -69,9 +67,7 @@ def check(arrays: Arrays, where: object, classes: int) -> None:
 
 def _check_labels(labels: NDArray[Any], at: str, classes: int) -> None:
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise PrivacyError(
-            f"{at} must be one whole number per example, got shape {labels.shape} of {labels.dtype}"
-        )
+        raise PrivacyError(f"{at} must be one whole number per example, got shape {labels.shape} of {labels.dtype}")
     if labels.size:
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
@@ -97,6 +93,4 @@ def to_dataset(images: NDArray[Any], labels: NDArray[Any], card: Card, *, flatte
     mean = torch.tensor(card.mean).reshape(per_channel)
     std = torch.tensor(card.std).reshape(per_channel)
     pixels.div_(card.scale).sub_(mean).div_(std)
-    return TensorDataset(
-        pixels.flatten(1) if flatten else pixels, torch.from_numpy(np.array(labels, dtype=np.int64))
-    )
+    return TensorDataset(pixels.flatten(1) if flatten else pixels, torch.from_numpy(np.array(labels, dtype=np.int64)))

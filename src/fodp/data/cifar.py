@@ -27,9 +27,7 @@ def read(name: str, path: Path) -> Arrays:
         members = _read_members(path, {*train_names, test_name})
         missing = [member for member in (*train_names, test_name) if member not in members]
         if missing:
-            raise PrivacyError(
-                f"{path} lacks {', '.join(missing)}; fetch the official Python archive of {name}"
-            )
+            raise PrivacyError(f"{path} lacks {', '.join(missing)}; fetch the official Python archive of {name}")
         batches = [_batch(members[member], labels_key, f"{member} of {path}") for member in train_names]
         test_images, test_labels = _batch(members[test_name], labels_key, f"{test_name} of {path}")
         train_images = np.concatenate([images for images, _ in batches])
@@ -45,9 +43,7 @@ def _read_members(path: Path, wanted: set[str]) -> dict[str, bytes]:
             if name not in wanted or not member.isfile():  # links and devices are not followed
                 continue
             if member.size > LARGEST_MEMBER:
-                raise PrivacyError(
-                    f"{name} of {path} claims {member.size} bytes; at most {LARGEST_MEMBER} are read"
-                )
+                raise PrivacyError(f"{name} of {path} claims {member.size} bytes; at most {LARGEST_MEMBER} are read")
             content = archive.extractfile(member)
             if content is not None:
                 found[name] = content.read()

@@ -67,9 +67,7 @@ def load(
     label = str(name)
     if label in CARDS:
         if assume_size is not None or classes is not None:
-            raise PrivacyError(
-                f"{label} has a public card; leave assume_size and classes out (train_size cuts it)"
-            )
+            raise PrivacyError(f"{label} has a public card; leave assume_size and classes out (train_size cuts it)")
         card = CARDS[label]
         card = replace(
             card,
@@ -80,9 +78,7 @@ def load(
         return _split(arrays, card, train_stop=card.train_size, flatten=flatten)
     if label.endswith(".npz"):
         if train_size is not None:
-            raise PrivacyError(
-                f"train_size={train_size} cuts a named data set; for your own {label} state assume_size"
-            )
+            raise PrivacyError(f"train_size={train_size} cuts a named data set; for your own {label} state assume_size")
         arrays, card = _read_own(Path(name), assume_size, classes, test_size)
         return _split(arrays, card, train_stop=len(arrays.train_images), flatten=flatten)
     raise PrivacyError(
@@ -90,9 +86,7 @@ def load(
     )
 
 
-def _read_own(
-    path: Path, assume_size: int | None, classes: int | None, test_size: int | None
-) -> "tuple[Arrays, Card]":
+def _read_own(path: Path, assume_size: int | None, classes: int | None, test_size: int | None) -> "tuple[Arrays, Card]":
     if assume_size is None or classes is None:
         raise PrivacyError(
             f"for your own data {path} state assume_size (--assume-size) and classes (--classes), as public "
@@ -131,9 +125,7 @@ def _read_named(card: Card, data_dir: str | Path | None, *, download: bool, prog
     return arrays
 
 
-def _find(
-    name: str, data_dir: str | Path | None, *, download: bool, progress: bool
-) -> "tuple[Arrays, object]":
+def _find(name: str, data_dir: str | Path | None, *, download: bool, progress: bool) -> "tuple[Arrays, object]":
     """The arrays of a named data set and where they come from: an .npz, official archives, the network."""
     from fodp.data import archives, cifar, digits, npz, svhn
 
@@ -158,9 +150,7 @@ def _find(
 
 
 def _folder(data_dir: str | Path | None) -> Path | None:
-    chosen, origin = (
-        (data_dir, "data_dir") if data_dir is not None else (os.environ.get("FODP_DATA"), "FODP_DATA")
-    )
+    chosen, origin = (data_dir, "data_dir") if data_dir is not None else (os.environ.get("FODP_DATA"), "FODP_DATA")
     if not chosen:
         return None
     folder = Path(chosen).expanduser()
