@@ -1,0 +1,338 @@
+"""The clipping engine: per-example gradient norms and weighted sums, never the gradients themselves.
+
+One forward pass records each layer's input; one backward pass, which skips the ordinary weight
+gradients, brings the gradient of each layer's output; from the two follow every norm and, by one
+re-weighted product per layer, the sum ("book-keeping"). On its first lot the engine compares itself
+with the one-example loop; where they disagree it takes the loop, which is always right.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fodp._checks import PrivacyError
+from fodp.clipping import fallback
+from fodp.clipping.fallback import Unseparable
+from fodp.clipping.findings import refuse_errors
+from fodp.clipping.rules import RULES
+from fodp.clipping.uses import Use, merged, scaled
+from fodp.flat import Layout
+
+# A batch is whatever loss_fn understands: a tensor, or a tuple, list or dict of them, examples first.
+Batch = Any
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+# Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
+Points = Sequence[tuple[float, Tensor | None]]
+HERE: Points = ((1.0, None),)
+
+# How far book-keeping and the one-example loop may differ before the self-check objects.
+_SELF_CHECK_TOLERANCE = 1e-3
+_SELF_CHECK_TOLERANCE_HALF = 3e-2  # gradients rounded to half precision
+_SELF_CHECK_PAIRS = 4
+
+
+@dataclass
+class _Call:
+    """One call of one module in the recorded forward pass."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    edges: list[tuple[int, GradientEdge]] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)
+
+
+class Engine:
+    """Per-example gradients of one model under one loss function.
+
+    `method` is "auto" (book-keeping, checked against the loop on first use) or "loop" (one example
+    at a time). Neither changes the result beyond float tolerance.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, method: str = "auto"):
+        if method not in ("auto", "loop"):
+            raise PrivacyError(f"the engine must be auto or loop, got {method!r}")
+        refuse_errors(model)
+        self.model, self.loss_fn = model, loss_fn
+        self.layout = Layout(model)
+        self._trainable = {id(p) for p in self.layout.parameters}
+        owned = [(m, dict(m.named_parameters(recurse=fallback.is_unit(m)))) for m in model.modules()]
+        trained = [(m, {n: p for n, p in mine.items() if id(p) in self._trainable}) for m, mine in owned]
+        self._owners = [(module, mine) for module, mine in trained if mine]
+        self._shared: set[tuple[int, int]] = set()  # inputs of modules without a rule that hold no examples
+        # Harmless in evaluation mode only; model.train() may come any time.
+        self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
+        half = any(p.dtype not in (torch.float32, torch.float64) for p in self.layout.parameters)
+        self._tolerance = _SELF_CHECK_TOLERANCE_HALF if half else _SELF_CHECK_TOLERANCE
+        self._loop = method == "loop"
+        self._checked = False
+
+    def uses(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None] | None:
+        """For each parameter its merged use in this batch; None when the loop must be taken instead."""
+        rows = batch_size(batch)
+        if self._loop or rows == 0:
+            return None
+        if not self._checked:
+            if rows < 2:
+                return None  # too small to tell a wrong layout from a right one
+            self._self_check(batch, rows)
+            return self.uses(batch, points, copies) if self._checked else None
+        try:
+            return self._uses(batch, points, copies)
+        except Unseparable as reason:
+            self._take_loop(str(reason))
+            return None
+
+    def example_gradients(self, batch: Batch, points: Points = HERE, copies: int = 1) -> Iterator[Tensor]:
+        """The reference: each example's flat gradient, computed from that example alone."""
+        for start in range(0, batch_size(batch), copies):
+            total = self.layout.zeros()
+            for coefficient, offset in points:
+                with self.shifted(offset):
+                    losses = self.losses(take(batch, slice(start, start + copies)))
+                    found = _backward(losses, self.layout.parameters)
+                for view, gradient in zip(self.layout.views(total), found, strict=True):
+                    if gradient is not None:
+                        view.add_(gradient.to(view.dtype), alpha=coefficient / copies)
+            yield total
+
+    def losses(self, batch: Batch) -> Tensor:
+        """One loss per example, or a clear refusal."""
+        if self._watched:
+            refuse_errors(self.model)
+        with torch.enable_grad():
+            losses = self.loss_fn(self.model, batch)
+        rows = batch_size(batch)
+        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise PrivacyError(
+                f"loss_fn must return one loss per example, shape ({rows},), got {shape}: each example's "
+                "gradient is clipped by itself, so a mean or sum comes too late (use reduction='none')"
+            )
+        if not losses.requires_grad:
+            raise PrivacyError("the loss does not depend on any trainable parameter")
+        return losses
+
+    @contextmanager
+    def shifted(self, offset: Tensor | None) -> Iterator[None]:
+        """The model at parameters + offset; afterwards exactly as before."""
+        if offset is None:
+            yield
+            return
+        shifts = self.layout.views(offset)
+        saved = [p.data for p in self.layout.parameters]
+        try:
+            # Another tensor, not another value: recorded inputs may be views of a parameter.
+            for parameter, value, shift in zip(self.layout.parameters, saved, shifts, strict=True):
+                parameter.data = value + shift.to(value.dtype)
+            yield
+        finally:
+            for parameter, value in zip(self.layout.parameters, saved, strict=True):
+                parameter.data = value
+
+    def _uses(self, batch: Batch, points: Points, copies: int) -> list[Use | None]:
+        by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
+        for coefficient, offset in points:
+            with self.shifted(offset):
+                for parameter, use in self._record(batch):
+                    by_parameter[parameter].append(scaled(use, coefficient))
+        found = [merged(uses) if uses else None for uses in by_parameter.values()]
+        return [use if use is None or copies == 1 else use.grouped(copies) for use in found]
+
+    def _record(self, batch: Batch) -> Iterator[tuple[int, Use]]:
+        """Forward and backward once; yields (parameter id, use) for every use."""
+        count = batch_size(batch)
+        calls: list[_Call] = []
+        with self._hooks(calls):
+            losses = self.losses(batch)
+        edges = [edge for call in calls for _, edge in call.edges]
+        gradients = iter(_backward(losses, edges) if edges else ())
+        for call in calls:
+            found = zip(call.edges, call.shapes, gradients, strict=False)
+            back = [(index, g.reshape(shape)) for (index, _), shape, g in found if g is not None]
+            if not back:
+                continue  # this call did not reach the loss
+            if call.versions != _versions(call.args, call.kwargs):
+                raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
+            for name, use in self._uses_of(call, back, count).items():
+                if name in call.parameters:
+                    yield id(call.parameters[name]), use
+
+    @contextmanager
+    def _hooks(self, calls: list[_Call]) -> Iterator[None]:
+        def record(
+            owned: dict[str, nn.Parameter],
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            out: Any,
+        ) -> None:
+            call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
+            for index, tensor in enumerate(fallback._tensors(out)):
+                if tensor.requires_grad:
+                    # The edge stays the gradient of this very output, whatever is done to it in place later.
+                    call.edges.append((index, get_gradient_edge(_origin(module, tensor))))
+                    call.shapes.append(tensor.shape)
+            calls.append(call)
+
+        handles = []
+        try:
+            for module, owned in self._owners:
+                hook = lambda m, a, k, out, owned=owned: record(owned, m, a, k, out)  # noqa: E731
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _self_check(self, batch: Batch, rows: int) -> None:
+        """Compare the gradients of two examples with the one-example loop; disagreement means loop.
+
+        Runs in the model's own mode, since a model may mix examples in training mode only, but without
+        dropout, which would differ between the two; leaves no trace. Pairs whose gradients vanish or are
+        not finite say nothing; when all do, this lot goes through the loop and the next one is asked.
+        """
+        dropouts = [module for module in self.model.modules() if fallback.drops(module)]
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        problem: str | None = None
+        try:
+            for module in dropouts:
+                module.training = False
+            with torch.random.fork_rng(devices=[]):
+                before = torch.get_rng_state()
+                for i in range(min(rows // 2, _SELF_CHECK_PAIRS)):
+                    problem = self._disagreement(batch, i, rows - 1 - i)
+                    if problem is not None:
+                        break
+                if problem and not torch.equal(before, torch.get_rng_state()):
+                    problem += " (the forward pass draws randomness outside of nn.Dropout)"
+        finally:
+            for module in dropouts:
+                module.training = True
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        self._checked = problem is not None
+        if problem:
+            self._take_loop(problem)
+
+    def _take_loop(self, reason: str) -> None:
+        self._loop = True
+        warnings.warn(
+            f"per-example gradients run one example at a time, which is slow: {reason}. Layers must keep the "
+            "examples apart, in their first dimension, and parameters be used by their own modules only",
+            stacklevel=2,
+        )
+
+    def _disagreement(self, batch: Batch, first: int, second: int) -> str | None:
+        """What is wrong with the fast gradients of two examples: "" nothing, None that cannot be told."""
+        pair = (first, second)
+        truth = torch.stack([g for i in pair for g in self.example_gradients(take(batch, slice(i, i + 1)))])
+        totals = truth.norm(dim=1)
+        # In both orders: a model that sorts its examples leaves one of them as it is.
+        for order in ([0, 1], [1, 0]):
+            try:
+                uses = self._uses(take(batch, torch.tensor([pair[i] for i in order])), HERE, 1)
+            except Unseparable as reason:
+                return str(reason)
+            if not (totals.isfinite() & (totals > 1e-9)).all():
+                return None
+            fast = torch.zeros_like(truth)
+            norms = truth.new_zeros(2, len(uses))
+            for row in order:
+                one = truth.new_tensor([float(i == row) for i in order])
+                for i, (use, view) in enumerate(zip(uses, self.layout.views(fast[row]), strict=True)):
+                    if use is not None:
+                        norms[row, i] = use.squared_norms().to(one).dot(one).sqrt()
+                        use.add_weighted(view, one, False)
+            for i, name in enumerate(self.layout.names):
+                expected, found = (
+                    torch.stack([self.layout.views(g)[i].flatten() for g in rows]) for rows in (truth, fast)
+                )
+                sizes = expected.norm(dim=1)
+                apart = torch.maximum((expected - found).norm(dim=1), (sizes - norms[:, i]).abs())
+                if not (apart <= self._tolerance * (sizes + 1e-3 * totals)).all():
+                    return f"for {name} the layer rules and the one-example loop disagree"
+        return ""
+
+    def _uses_of(self, call: _Call, back: list[tuple[int, Tensor]], count: int) -> dict[str, Use]:
+        rule = RULES.get(type(call.module))
+        if rule is None:
+            return fallback.uses(call.module, call.parameters, call.args, call.kwargs, back, count, self._shared)
+        inputs = call.args[0] if call.args else call.kwargs["input"]
+        gradient = back[0][1]
+        least = 1 if isinstance(call.module, nn.Embedding) else 2
+        if inputs.dim() < least or inputs.shape[0] != count or gradient.shape[0] != count:
+            kind, shape = type(call.module).__name__, tuple(inputs.shape)
+            raise Unseparable(f"{kind} got an input of shape {shape} for {count} examples")
+        with torch.no_grad():
+            return rule(call.module, inputs.detach(), gradient)
+
+
+def _origin(module: nn.Module, output: Tensor) -> Tensor:
+    """The tensor that a layer's output is a view of: changing the view in place cuts off its own edge."""
+    base = output._base
+    if base is None or type(module) not in RULES or base.numel() != output.numel():
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
+
+
+def _backward(losses: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> tuple[Tensor | None, ...]:
+    """Gradients of the summed losses; None where they do not reach."""
+    ones = torch.ones_like(losses)  # not losses.sum(), which has no graph under an outer no_grad()
+    return torch.autograd.grad(losses, inputs, ones, allow_unused=True)  # type: ignore[arg-type]
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    return [a._version for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_inference()]
+
+
+def batch_size(batch: Batch) -> int:
+    """How many rows a batch has: the common first dimension of its tensors."""
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _batch_tensors(batch)}
+    if len(sizes) != 1 or None in sizes:
+        raise PrivacyError("a batch is tensors (or a tuple, list or dict of them) with examples in the first dimension")
+    return int(sizes.pop() or 0)
+
+
+def take(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Some rows of a batch, a slice as views."""
+    if isinstance(batch, Tensor):
+        return batch[rows]
+    if isinstance(batch, dict):
+        return {name: take(part, rows) for name, part in batch.items()}
+    return type(batch)([take(part, rows) for part in batch])
+
+
+def repeat(batch: Batch, copies: int) -> Batch:
+    """Every row `copies` times, side by side."""
+    if copies == 1:
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.repeat_interleave(copies, 0)
+    if isinstance(batch, dict):
+        return {name: repeat(part, copies) for name, part in batch.items()}
+    return type(batch)([repeat(part, copies) for part in batch])
+
+
+def _batch_tensors(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for part in batch.values():
+            yield from _batch_tensors(part)
+    elif type(batch) in (tuple, list):
+        for part in batch:
+            yield from _batch_tensors(part)
+    else:
+        raise PrivacyError(f"a batch holds tensors, tuples, lists and dicts, not {type(batch).__name__}")

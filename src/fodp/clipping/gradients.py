@@ -1,0 +1,227 @@
+"""The per-example gradients of a lot, as questions that may be asked about them.
+
+Each answer is a `Query`: a sum over the lot that knows how much one example can change it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.clipping.ascent import ascended_gradients
+from fodp.clipping.engine import HERE, Batch, Engine, LossFunction, Points, batch_size, take
+from fodp.clipping.uses import CHUNK_ENTRIES, Dense, Use
+from fodp.mechanism import Query
+
+# Computed in float32, the norm of a clipped gradient may exceed its bound by this relative amount.
+# One part in a million of the sensitivity: the noise multiplier it takes away is as small.
+FLOAT_TOLERANCE = 1e-6
+
+ByNorm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one lot at given points; private, so only queries leave it.
+
+    `copies` consecutive rows of the batch are augmented copies of one example (its gradient is
+    their mean). `microbatch` bounds how many examples are in flight and changes nothing else.
+    `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
+    """
+
+    engine: Engine
+    batch: Batch
+    points: Points = HERE
+    copies: int = 1
+    microbatch: int | None = None
+    lot: object = None
+    blocks: tuple[float, ...] | None = None
+    ascent: float = 0.0
+    _kept: list["_Pass"] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        _checks.whole("copies", self.copies)
+        if self.microbatch is not None:
+            _checks.whole("microbatch", self.microbatch)
+        if self.ascent and (self.copies > 1 or self.points is not HERE):
+            raise PrivacyError("per-example ascent starts from the parameters themselves, with one copy per example")
+
+    def clipped_sum(self, clip_norm: float) -> Query:
+        """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1)."""
+        return self.sum(bound=_checks.positive("clip_norm", clip_norm))
+
+    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
+        """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
+
+        `weight` must treat every example by itself: a weight that looks at the other norms would let
+        one example change the others' terms, and the bound would not hold. A weight that is not finite
+        counts as zero.
+        """
+        total = self.engine.layout.zeros()
+        accumulate = False
+        for part in self._passes():
+            weights = torch.ones_like(part.norms) if weight is None else _by_norm(weight, part.norms, 0.0)
+            # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
+            limit = bound / part.norms.clamp(min=torch.finfo(part.norms.dtype).tiny ** 0.25)
+            part.add_weighted(total, weights.clamp(-limit, limit), accumulate)
+            accumulate = True
+        return Query(total, bound, self.lot)
+
+    def norm_sum(self, clip_norm: float) -> Query:
+        """Σ min(‖g_i‖, C): sensitivity C."""
+        bound = _checks.positive("clip_norm", clip_norm)
+        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        for part in self._passes():
+            total = total + part.norms.clamp(max=bound).sum()
+        return Query(total, bound, self.lot)
+
+    def count(self, fraction: ByNorm) -> Query:
+        """Σ (f_i - ½) with f_i = fraction(norms)_i in [0, 1]: sensitivity ½, half of an uncentred count's.
+
+        A non-finite gradient or fraction contributes zero.
+        """
+        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        for part in self._passes():
+            fractions = _by_norm(fraction, part.norms, 0.5).clamp(0, 1)
+            total = total + (fractions - 0.5).where(part.finite, total.new_zeros(())).sum()
+        return Query(total, 0.5, self.lot)
+
+    def scaled(self, blocks: Sequence[float]) -> "Gradients":
+        """The gradients with each parameter's part times a public b_l, before any clipping.
+
+        The release of a sum of these must be multiplied by b_l again. Sensitivity stays the clip norm.
+        """
+        checked = tuple(_checks.positive("a block weight", b) for b in blocks)
+        if len(checked) != len(self.engine.layout.names):
+            raise PrivacyError(f"{len(checked)} block weights for {len(self.engine.layout.names)} parameters")
+        return Gradients(
+            self.engine, self.batch, self.points, self.copies, self.microbatch, self.lot, checked, self.ascent
+        )
+
+    def _passes(self) -> Iterator["_Pass"]:
+        """The lot in micro-batches; a lot that fits into one is kept for further questions."""
+        if self._kept:
+            yield from self._kept
+            return
+        examples = batch_size(self.batch) // self.copies
+        if examples * self.copies != batch_size(self.batch):
+            raise PrivacyError(f"{batch_size(self.batch)} rows are not {self.copies} copies of each example")
+        step = self.microbatch or max(1, examples)
+        for start in range(0, examples, step):
+            rows = slice(start * self.copies, (start + step) * self.copies)
+            for part in self._measure(take(self.batch, rows)):
+                if step >= examples and part.complete:
+                    self._kept.append(part)
+                yield part
+
+    def _measure(self, batch: Batch) -> Iterator["_Pass"]:
+        layout = self.engine.layout
+        blocks = self.blocks or (1.0,) * len(layout.names)
+        uses = None if self.ascent else self.engine.uses(batch, self.points, self.copies)
+        if uses is not None:
+            pieces = [(use, i) for i, use in enumerate(uses) if use is not None]
+            yield _Pass.of(self.engine, pieces, blocks, batch_size(batch) // self.copies)
+            return
+        # One example at a time: hold as many whole gradients as the chunk limit allows.
+        held: list[Tensor] = []
+        rows = (
+            ascended_gradients(self.engine, batch, self.ascent)
+            if self.ascent
+            else self.engine.example_gradients(batch, self.points, self.copies)
+        )
+        for gradient in rows:
+            held.append(gradient)
+            if len(held) * layout.size >= CHUNK_ENTRIES:
+                yield _Pass.of_rows(self.engine, held, blocks)
+                held = []
+        if held:
+            yield _Pass.of_rows(self.engine, held, blocks)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Norms and uses of some examples; a non-finite example has norm and contribution zero."""
+
+    engine: Engine
+    norms: Tensor
+    pieces: list[tuple[Use, int | None]]  # a use and its parameter's place; None: the whole flat vector
+    blocks: tuple[float, ...]
+    finite: Tensor
+    complete: bool
+
+    @staticmethod
+    def of(engine: Engine, pieces: list[tuple[Use, int]], blocks: tuple[float, ...], examples: int) -> "_Pass":
+        squares = torch.zeros(examples, dtype=engine.layout.dtype, device=engine.layout.device)
+        for use, i in pieces:
+            squares.add_(use.squared_norms(), alpha=blocks[i] ** 2)
+        return _Pass._checked(engine, squares.sqrt_(), list(pieces), blocks, complete=True)
+
+    @staticmethod
+    def of_rows(engine: Engine, rows: list[Tensor], blocks: tuple[float, ...]) -> "_Pass":
+        stacked = torch.stack(rows)
+        for row in stacked:
+            for view, b in zip(engine.layout.views(row), blocks, strict=True):
+                view.mul_(b)
+        use = Dense(stacked)
+        return _Pass._checked(engine, use.squared_norms().sqrt(), [(use, None)], blocks, complete=False)
+
+    @staticmethod
+    def _checked(
+        engine: Engine,
+        norms: Tensor,
+        pieces: list[tuple[Use, int | None]],
+        blocks: tuple[float, ...],
+        complete: bool,
+    ) -> "_Pass":
+        finite = norms.isfinite()
+        # Asking "are all finite?" makes an accelerator wait, so there the mask is always applied.
+        if norms.device.type != "cpu" or not finite.all():
+            pieces = [(use.masked(finite), i) for use, i in pieces]
+            norms = norms.where(finite, norms.new_zeros(()))
+        return _Pass(engine, norms, pieces, blocks, finite, complete)
+
+    def add_weighted(self, flat: Tensor, weights: Tensor, accumulate: bool) -> None:
+        """Write Σ w_i·b·g_i into the flat vector, or add it there."""
+        weights = weights.where(self.finite, weights.new_zeros(()))
+        views = self.engine.layout.views(flat)
+        for use, i in self.pieces:
+            if i is None:
+                use.add_weighted(flat, weights, accumulate)
+            else:
+                use.add_weighted(views[i], weights if self.blocks[i] == 1 else weights * self.blocks[i], accumulate)
+
+
+def _by_norm(function: ByNorm, norms: Tensor, otherwise: float) -> Tensor:
+    """A user's function of the norms, one value per example; `otherwise` where it is not finite."""
+    values = function(norms.clone()).to(norms).expand_as(norms)  # a clone: the function may work in place
+    return values.where(values.isfinite(), values.new_full((), otherwise))
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    clip_norm: float,
+    *,
+    microbatch: int | None = None,
+    engine: str = "auto",
+) -> Tensor:
+    """The sum of the batch's per-example gradients, each clipped to `clip_norm`, as one flat tensor.
+
+    A building block: the result is private and carries no noise. `loss_fn(model, batch)` returns one
+    loss per example. Adding or removing one example moves the result by at most clip_norm (times
+    1 + FLOAT_TOLERANCE in float32).
+
+    Example:
+        >>> import torch, fodp
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> loss_fn = lambda model, batch: model(batch[0]).squeeze(1)
+        >>> x = torch.tensor([[3.0, 0.0, 4.0]])  # the gradient is x itself, of norm 5
+        >>> fodp.clipped_sum(model, loss_fn, (x,), clip_norm=1.0)
+        tensor([0.6000, 0.0000, 0.8000])
+    """
+    gradients = Gradients(Engine(model, loss_fn, engine), batch, microbatch=microbatch)
+    return gradients.clipped_sum(clip_norm).value
