@@ -1,0 +1,172 @@
+"""Filters on the transcript: functions of releases alone, so they cost no privacy (post-processing).
+
+A filter stands between the release and the optimizer, whatever the method and whatever the optimizer.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.memory import FractionalMemory
+
+# Terms of an impulse response after which a stable filter's rest no longer counts.
+_RESPONSE_LENGTH = 2000
+
+
+class Filter(Protocol):
+    """Turns the newest release into what the optimizer gets."""
+
+    def __call__(self, release: Tensor) -> Tensor:
+        """The filtered release; never the release itself, which others may keep."""
+
+    def noise_gain(self) -> float:
+        """Variance of the filtered noise over that of a release (Σ h², in the long run)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on elsewhere."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+
+
+class NoFilter:
+    """The release as it is."""
+
+    def __call__(self, release: Tensor) -> Tensor:
+        """The release."""
+        return release
+
+    def noise_gain(self) -> float:
+        """One."""
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+
+class LowPass:
+    """DOPPLER's low-pass filter with start-up correction (Zhang et al., NeurIPS 2024).
+
+    m_t = -Σ a_r·m_{t-r} + Σ b_r·g_{t-r};  c_t is the same filter run on a constant 1;  output m_t / c_t.
+    """
+
+    def __init__(self, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)):
+        self.a = tuple(_checks.number("a filter coefficient", value) for value in a)
+        self.b = tuple(_checks.number("a filter coefficient", value) for value in b)
+        if not self.b or abs(sum(self.b) - sum(self.a) - 1) > 1e-6:
+            raise PrivacyError(f"the filter needs unit gain, sum(b) - sum(a) = 1; got a={self.a}, b={self.b}")
+        if any(abs(root) >= 1 for root in _roots(self.a)):
+            raise PrivacyError(f"the filter with a={self.a} is not stable: choose poles inside the unit circle")
+        response = _response(self.a, self.b)
+        corrections = list(accumulate(response))  # the answer to a constant is the summed answer to an impulse
+        if min(corrections) <= 0:
+            raise PrivacyError(
+                f"the filter's answer to a constant must be above 0 from the first step on, since it is divided by "
+                f"it; got a={self.a}, b={self.b} (is b[0] above 0?)"
+            )
+        powers = accumulate(h * h for h in response)
+        self._gains = [power / c**2 for power, c in zip(powers, corrections, strict=True)]
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._corrections: list[float] = []
+        self._steps = 0
+
+    def __call__(self, release: Tensor) -> Tensor:
+        """The bias-corrected output of the filter."""
+        self._steps += 1
+        self._inputs = [release.clone(), *self._inputs][: len(self.b)]
+        output = torch.zeros_like(release)
+        for factor, value in zip(self.b, self._inputs, strict=False):
+            output.add_(value, alpha=factor)
+        for factor, value in zip(self.a, self._outputs, strict=False):
+            output.sub_(value, alpha=factor)
+        correction = sum(self.b[: self._steps]) - sum(
+            factor * value for factor, value in zip(self.a, self._corrections, strict=False)
+        )
+        self._outputs = [output, *self._outputs][: len(self.a)]
+        self._corrections = [correction, *self._corrections][: len(self.a)]
+        return output / correction
+
+    def noise_gain(self) -> float:
+        """Σ h² so far over the start-up correction's square: 1 at first, Σ h² in the long run."""
+        return self._gains[min(self._steps, len(self._gains)) - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Past inputs, outputs and corrections."""
+        return {
+            "inputs": [t.clone() for t in self._inputs],
+            "outputs": [t.clone() for t in self._outputs],
+            "corrections": list(self._corrections),
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on filtering."""
+        self._inputs = [t.clone() for t in state["inputs"]]
+        self._outputs = [t.clone() for t in state["outputs"]]
+        self._corrections, self._steps = list(state["corrections"]), int(state["steps"])
+
+
+class MemoryAfterRelease:
+    """Fractional memory after the release: v_t = β·g_t + (1-β)·u(g_{t-1}, …) (the paper's Post-FM).
+
+    Reads earlier releases, not earlier outputs, as the paper's equations have it.
+    """
+
+    def __init__(self, beta: float, memory: FractionalMemory):
+        self.beta, self.memory = _checks.fraction("beta", beta), memory
+        self._gain = 1.0
+
+    def __call__(self, release: Tensor) -> Tensor:
+        """Mix, then remember."""
+        u = self.memory.read()
+        self._gain = self.beta**2 + (1 - self.beta) ** 2 * float(self.memory.weights.square().sum())
+        mixed = self.beta * release
+        if u is not None:
+            mixed.add_(u, alpha=1 - self.beta)
+        self.memory.write(release)
+        return mixed
+
+    def noise_gain(self) -> float:
+        """β² + (1-β)²·Σ ŵ² of the last mix."""
+        return self._gain
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory."""
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on remembering."""
+        self.memory.load_state_dict(state)
+
+
+def feedback_gain(beta: float, weights: Tensor) -> float:
+    """Σ h² of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}: what FO's feedback makes of the noise of its releases."""
+    return sum(h * h for h in _response(tuple(-(1 - beta) * w for w in weights.tolist()), (1.0,)))
+
+
+def _response(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """The answer to an impulse, until it has died away."""
+    response: list[float] = []
+    for n in range(_RESPONSE_LENGTH):
+        value = b[n] if n < len(b) else 0.0
+        value -= sum(factor * response[n - 1 - r] for r, factor in enumerate(a) if n - 1 - r >= 0)
+        response.append(value)
+        if n > len(b) + len(a) and all(abs(v) < 1e-8 for v in response[-max(1, len(a)) :]):
+            break
+    return response
+
+
+def _roots(a: Sequence[float]) -> Sequence[complex]:
+    import numpy as np
+
+    return list(np.roots([1.0, *a])) if a else []

@@ -1,0 +1,113 @@
+"""DP-Adam-AC in a private form: AdamW, adaptive clipping, and a learning-rate controller."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.methods.base import Steps, Vectors
+from fodp.methods.dp_adamw import DPAdamW, DPAdamWParams
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPAdamACParams(DPAdamWParams):
+    """`quantile` is the share of examples to leave unclipped (1 - ρ*); the rest steers the learning rate.
+
+    The factor on the learning rate goes up by `up` while the smoothed clip rate is below ρ* - `band` and down
+    by `down` while it is above ρ* + `band`, within [`factor_min`, `factor_max`].
+    """
+
+    lr: float = 0.01
+    quantile: float | None = 0.8
+    clip_min: float = 0.1
+    clip_max: float = 10.0
+    band: float = 0.1
+    up: float = 1.01
+    down: float = 0.995
+    factor_min: float = 0.1
+    factor_max: float = 2.0
+    smoothing: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("up", "down", "factor_min", "factor_max"):
+            _checks.positive(name, getattr(self, name))
+        if not self.down <= 1 <= self.up:
+            raise PrivacyError(f"down must be at most 1 and up at least 1, got {self.down!r} and {self.up!r}")
+        if not self.factor_min <= 1 <= self.factor_max:
+            raise PrivacyError(
+                f"factor_min must be at most 1, where the factor starts, and factor_max at least 1; got "
+                f"{self.factor_min!r} and {self.factor_max!r}"
+            )
+        _checks.at_least_zero("band", self.band)
+        _checks.open_fraction("smoothing", self.smoothing)
+
+
+class DPAdamAC(DPAdamW):
+    """One joint event (q, z): the clipped sum and a centred noisy count of unclipped examples.
+
+    As published the method has no valid ε: it moves the clip norm and the learning rate by raw norms of private
+    gradients, and clips sums of micro-batches. Here both follow the released count alone. The published method
+    also evaluates an average of the iterates; use `WeightAverage` for that, with any method.
+    """
+
+    name = "dp-adam-ac"
+    summary = "AdamW with adaptive clipping and a learning-rate controller, in a private form."
+    reference = "Yang, DP-Adam-AC, arXiv 2510.05288 (as published it has no valid ε)"
+    noise_meaning = "z, the joint multiplier of the sum and the count"
+    advice = "When neither clip norm nor learning rate can be tuned."
+    reconstruction = "the private form is ours; constants from a third-party implementation"
+    Params = DPAdamACParams
+
+    def init(self, plan: "Plan", size: int) -> Vectors:
+        """The learning rate as it is, the clip rate on target."""
+        return Vectors(factor=1.0, clip_rate=1 - (self.params.quantile or 1.0))
+
+    def step(self, run: Steps, state: Vectors) -> Tensor:
+        """DP-SGD's step; the run releases the count with it."""
+        released = super().step(run, state)
+        fraction = run.unclipped_fraction()
+        if fraction is not None:
+            self._steer(state, 1 - fraction)
+        return released
+
+    def _steer(self, state: Vectors, clip_rate: float) -> None:
+        p = self.params
+        state.clip_rate = p.smoothing * state.clip_rate + (1 - p.smoothing) * clip_rate
+        target = 1 - (p.quantile or 1.0)
+        if state.clip_rate < target - p.band:
+            state.factor = min(p.factor_max, state.factor * p.up)
+        elif state.clip_rate > target + p.band:
+            state.factor = max(p.factor_min, state.factor * p.down)
+
+    def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """The controller acts on the learning rate; on the gradient Adam would cancel it."""
+        optimizer = super().optimizer(parameters)
+        # Only during the step, so that a scheduler goes on from its own rate.
+        optimizer.register_step_pre_hook(_multiply_rate)
+        optimizer.register_step_post_hook(_restore_rate)
+        return optimizer
+
+    def tune(self, optimizer: torch.optim.Optimizer, run: Steps, state: Vectors) -> None:
+        """Hand the controller's factor over."""
+        super().tune(optimizer, run, state)
+        for group in optimizer.param_groups:
+            group["factor"] = state.factor
+
+
+def _multiply_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["scheduled_lr"] = group["lr"]
+        group["lr"] *= group.get("factor", 1.0)
+
+
+def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("scheduled_lr")

@@ -1,0 +1,111 @@
+"""DP-IS: importance sampling in rejection form, with a public cap on the rate and a noisy normaliser."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fodp import _checks
+from fodp.accounting import Event, Phase
+from fodp.methods.base import Steps, Vectors
+from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPISParams(DPSGDParams):
+    """How often and how noisily the normaliser is refreshed, and the cap on the candidate rate.
+
+    normaliser_noise: σ_K; the refreshed normaliser has noise σ_K·C.
+    refresh: steps between refreshes, 250 or more (each reads all the data).
+    rate_cap: the most candidates are drawn at, as a multiple of the plan's sampling rate.
+    """
+
+    normaliser_noise: float = 50.0
+    refresh: int = 250
+    rate_cap: float = 1.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.positive("normaliser_noise", self.normaliser_noise)
+        _checks.whole("refresh", self.refresh, minimum=250)
+        _checks.positive("rate_cap", self.rate_cap)
+
+
+class DPIS(DPSGD):
+    """Keep an example with probability proportional to its clipped norm; each kept one weighs the same.
+
+    Every `refresh` steps K̃ = Σ min(‖g_i‖, C) + N(0, (σ_K·C)²) over all the data: event (1, σ_K). In each step
+    candidates are drawn at rate q_t = bC/K̃ ≤ q_max, kept with probability ‖clip(g_i)‖/C, and contribute
+    (K̃/b)·g_i/‖g_i‖, so the sum is unbiased for Σ clip(g_i) over all the data whatever K̃ is: event (q_max, σ).
+
+    The event's rate is the cap, not b/N: the differing example may be drawn with probability up to q_t. The
+    rejection is done inside the query; the bound K̃/b holds for every outcome of it.
+    """
+
+    name = "dp-is"
+    summary = "Importance sampling by gradient norm, in rejection form with honest events."
+    reference = "Wei, Bao, Xiao & Yang, DPIS, CCS 2022"
+    noise_meaning = "σ of the gradient query; the normaliser's σ_K is fixed"
+    queries = "1, and 1 on all the data every `refresh` steps"
+    cost = "one gradient, and a pass over all norms every `refresh` steps"
+    advice = "To study importance sampling; it equals DP-SGD at a larger rate with more sampling noise."
+    reconstruction = "pseudo-code and constants: the paper's body could not be read"
+    Params = DPISParams
+
+    def events(self, plan: "Plan") -> tuple[Phase, ...]:
+        """A refresh with the first step of every block, gradients at the cap otherwise."""
+        gradient = Event(self._cap(plan), plan.noise_multiplier)
+        normaliser = Event(1.0, self.params.normaliser_noise)
+        phases: list[Phase] = []
+        for start in range(0, plan.steps, self.params.refresh):
+            phases.append(Phase((normaliser, gradient), 1))
+            rest = min(self.params.refresh, plan.steps - start) - 1
+            if rest:
+                phases.append(Phase((gradient,), rest))
+        return tuple(phases)
+
+    def init(self, plan: "Plan", size: int) -> Vectors:
+        """No normaliser yet."""
+        return Vectors(normaliser=None, rate=plan.sampling_rate)
+
+    def step(self, run: Steps, state: Vectors) -> Tensor:
+        """Refresh K̃ if it is time; candidates, rejection, release."""
+        plan, C, b, cap = run.plan, run.clip_norm, run.plan.lot_size, self._cap(run.plan)
+        if run.step % self.params.refresh == 0 or state.normaliser is None:
+            everyone = run.draw(rate=1.0, name="normaliser")
+            norms = run.gradients(everyone).norm_sum(C)
+            state.normaliser = float(run.release(everyone, norms, std=self.params.normaliser_noise * C))
+        # The floor keeps q_t at or below its public cap; an adapted C may have grown since the last refresh.
+        normaliser = max(state.normaliser, b * C / cap)
+        weight = normaliser / b
+        lot = run.draw(rate=min(cap, b * C / normaliser))
+        kept = run.gradients(lot).sum(weight=self._rejection(run, lot.indices.numel(), C, weight), bound=weight)
+        release = run.release(lot, kept, std=plan.noise_multiplier * weight)
+        # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
+        return release * plan.sampling_rate
+
+    def noise_gain(self, state: Vectors) -> float:
+        """The release is scaled by q, which is public; the run knows the rest."""
+        return state.rate**2
+
+    def _cap(self, plan: "Plan") -> float:
+        return min(1.0, plan.sampling_rate * self.params.rate_cap)
+
+    def _rejection(self, run: Steps, count: int, C: float, weight: float) -> Callable[[Tensor], Tensor]:
+        """Weights (K̃/b)/‖g_i‖ of the kept, 0 of the others; each example has its own uniform number."""
+        draws = run.uniform(count, "keep")
+        used = 0
+
+        def weights(norms: Tensor) -> Tensor:
+            nonlocal used
+            mine = draws[used : used + len(norms)].to(norms)
+            used += len(norms)
+            keep = mine < (norms / C).clamp(max=1.0)
+            return torch.where(keep, weight / norms.clamp(min=torch.finfo(norms.dtype).tiny), torch.zeros_like(norms))
+
+        return weights

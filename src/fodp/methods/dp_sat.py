@@ -1,0 +1,51 @@
+"""DP-SAT: sharpness-aware training along the previous release."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fodp import _checks
+from fodp.methods.base import Steps, Vectors
+from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSATParams(DPSGDParams):
+    """ρ, the length of the ascent; 0 is DP-SGD."""
+
+    rho: float = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.at_least_zero("rho", self.rho)
+
+
+class DPSAT(DPSGD):
+    """Gradients at w + ρ·p/‖p‖, where p is the previous release: post-processing, so one event (q, σ)."""
+
+    name = "dp-sat"
+    summary = "Sharpness-aware ascent along the previous release; one query."
+    reference = "Park, Kim, Choi & Lee, Differentially Private Sharpness-Aware Training, ICML 2023"
+    advice = "Flat minima at the price of DP-SGD."
+    Params = DPSATParams
+
+    def init(self, plan: "Plan", size: int) -> Vectors:
+        """No previous release yet."""
+        return Vectors(previous=None)
+
+    def step(self, run: Steps, state: Vectors) -> Tensor:
+        """Ascend along the last release, descend with a fresh one."""
+        rho, p = self.params.rho, state.previous
+        lot = run.draw()
+        if p is None or rho == 0:
+            gradients = run.gradients(lot)
+        else:
+            gradients = run.gradients(lot, at=((1.0, p * (rho / (p.norm() + 1e-16))),))
+        query = gradients.clipped_sum(run.clip_norm)
+        release = run.release(lot, query, std=run.plan.noise_multiplier * run.clip_norm)
+        state.previous = release.clone()
+        return release

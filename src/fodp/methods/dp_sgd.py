@@ -1,0 +1,38 @@
+"""DP-SGD: clip each example's gradient, sum, add noise."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from fodp.accounting import Event, Phase
+from fodp.methods.base import CommonParams, Method, Steps
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGDParams(CommonParams):
+    """Public parameters of DP-SGD: the common ones."""
+
+
+class DPSGD(Method):
+    """s̃_t = Σ clip(g_i, C) + N(0, σ²C²·I); one Poisson-subsampled Gaussian event (q, σ) per step."""
+
+    name = "dp-sgd"
+    summary = "The canonical baseline; momentum optional."
+    reference = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
+    noise_meaning = "σ: noise std over C, and the event's multiplier"
+    advice = "The first thing to try, with a tuned learning rate."
+    Params: ClassVar[type[CommonParams]] = DPSGDParams
+
+    def events(self, plan: "Plan") -> tuple[Phase, ...]:
+        """(q, σ) every step."""
+        return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
+
+    def step(self, run: Steps, state: Any) -> Tensor:
+        """Draw, clip and sum, release."""
+        lot = run.draw()
+        clipped_sum = run.gradients(lot).clipped_sum(run.clip_norm)
+        return run.release(lot, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)

@@ -1,0 +1,100 @@
+"""FO-DP-SGD, Algorithm 1 of "Deep Learning under Fractional-Order Differential Privacy"."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from fodp import _checks, schedule
+from fodp.accounting import Event, Phase
+from fodp.filters import feedback_gain
+from fodp.memory import FractionalMemory, WindowMemory, noise_floor
+from fodp.methods.base import CommonParams, Method, Steps
+from fodp.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class FODPSGDParams(CommonParams):
+    """Public parameters of FO-DP-SGD; β, α and K as in the paper, the others it leaves open.
+
+    `fodp.FractionalMemory` gives the reasons for λ, τ, γ and eps. κ and ζ default (None) to the norm
+    which the EMA trend has on pure noise: a trend no longer than that carries no confidence.
+    β may be a schedule of (first step, β) pairs.
+    """
+
+    beta: Schedule = 0.9
+    alpha: float = 0.8
+    window: int = 8
+    lam: float = 0.05
+    tau: float = 0.1
+    gamma: float = 0.1
+    kappa: float | None = None
+    zeta: float | None = None
+    eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
+        self.memory(floor=1.0)  # checks the ranges of all the rest
+
+    def memory(self, floor: float) -> FractionalMemory:
+        """A fresh memory with these settings."""
+        return FractionalMemory(
+            self.alpha,
+            self.window,
+            lam=self.lam,
+            tau=self.tau,
+            gamma=self.gamma,
+            kappa=floor if self.kappa is None else self.kappa,
+            zeta=floor if self.zeta is None else self.zeta,
+            eps=self.eps,
+        )
+
+
+class FODPSGD(Method):
+    """The release mixes the clipped sum with a fractional memory u of earlier private releases:
+
+    s̃_t = β·s_t + (1-β)·u_{t-1} + N(0, σ²C²·I).
+
+    Given the earlier releases, one example can move this by at most βC, so a step is one
+    Poisson-subsampled Gaussian event (q, σ/β). It is exactly DP-SGD at σ/β followed by a feedback
+    filter (see docs/mechanism.md): compare the two at equal ε, not at equal σ.
+    """
+
+    name = "fo-dp-sgd"
+    summary = "The paper's method: fractional, tempered memory of earlier releases in the query."
+    reference = "Partohaghighi & Marcia, Deep Learning under Fractional-Order Differential Privacy"
+    noise_meaning = "the paper's σ: noise std over C; the event's multiplier is σ/β"
+    advice = "To study the paper's method; at equal ε it is DP-SGD with a low-pass filter."
+    Params: ClassVar[type[CommonParams]] = FODPSGDParams
+
+    def events(self, plan: "Plan") -> tuple[Phase, ...]:
+        """(q, σ/β) every step, in pieces where β has a schedule."""
+        return tuple(
+            Phase((Event(plan.sampling_rate, plan.noise_multiplier / beta),), steps)
+            for beta, steps in schedule.pieces(self.params.beta, plan.steps)
+        )
+
+    def init(self, plan: "Plan", size: int) -> WindowMemory:
+        """An empty memory, on the scale of the noise it will see."""
+        return self.params.memory(noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma))
+
+    def step(self, run: Steps, memory: WindowMemory) -> Tensor:
+        """One turn of Algorithm 1's loop; the optimizer then takes s̃_t / L."""
+        C, sigma = run.clip_norm, run.plan.noise_multiplier
+        beta = schedule.value_at(self.params.beta, run.step)
+
+        lot = run.draw()  # line 3: m_i ~ Bernoulli(q)
+        s = run.gradients(lot).clipped_sum(C)  # line 4: s_t, sensitivity C
+        u = memory.read()  # lines 5 to 15: u_{t-1}, None while K_t = 1
+        r = beta * s if u is None else beta * s + (1 - beta) * u  # lines 7, 16: r_t, sensitivity βC
+        release = run.release(lot, r, std=sigma * C)  # line 18: s̃_t = r_t + N(0, σ²C²)
+        memory.write(release)  # lines 20 to 25: buffer and EMA trend
+        return release  # line 19: divided by the public L, given to the optimizer
+
+    def noise_gain(self, memory: WindowMemory) -> float:
+        """What the feedback of earlier releases makes of the noise, at the memory's present weights."""
+        return feedback_gain(schedule.value_at(self.params.beta, 0), memory.weights)

@@ -1,0 +1,49 @@
+"""Post-FM-DP-SGD: fractional memory after a standard release, the paper's comparison to FO-DP-SGD."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fodp.filters import MemoryAfterRelease
+from fodp.memory import noise_floor
+from fodp.methods.base import Steps
+from fodp.methods.dp_sgd import DPSGD
+from fodp.methods.fo_dp_sgd import FODPSGDParams
+from fodp.schedule import value_at
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostFMParams(FODPSGDParams):
+    """The memory's parameters, as in FO-DP-SGD."""
+
+
+class PostFM(DPSGD):
+    """v_t = β·g̃_t + (1-β)·u(g̃_{t-1}, …) of ordinary DP-SGD releases g̃; event (q, σ), not (q, σ/β).
+
+    It reads earlier releases, FO-DP-SGD earlier outputs of its own: that, and σ against σ/β, is all the
+    difference between "memory before noise" and "memory after noise".
+    """
+
+    name = "post-fm-dp-sgd"
+    summary = "Fractional memory after the standard release (the paper's comparison)."
+    reference = "Partohaghighi & Marcia, eqs. post_fm_memory_results to post_fm_parameter_update_results"
+    advice = "To separate where memory acts from how much noise there is."
+    Params = PostFMParams
+
+    def init(self, plan: "Plan", size: int) -> MemoryAfterRelease:
+        """An empty memory."""
+        floor = noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma)
+        return MemoryAfterRelease(value_at(self.params.beta, 0), self.params.memory(floor))
+
+    def step(self, run: Steps, memory: MemoryAfterRelease) -> Tensor:
+        """An ordinary DP-SGD release, then memory."""
+        memory.beta = value_at(self.params.beta, run.step)
+        return memory(super().step(run, None))
+
+    def noise_gain(self, memory: MemoryAfterRelease) -> float:
+        """β² + (1-β)²·Σ ŵ²."""
+        return memory.noise_gain()

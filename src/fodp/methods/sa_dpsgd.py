@@ -1,0 +1,66 @@
+"""SA-DPSGD: DP-SGD whose updates are proposals, accepted by simulated annealing on a public score."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fodp import _checks
+from fodp.methods.base import Steps, Vectors
+from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SADPSGDParams(DPSGDParams):
+    """`k` cools the annealing; after `patience` rejections in a row the next proposal is taken anyway."""
+
+    k: float = 10.0
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.at_least_zero("k", self.k)
+        _checks.whole("patience", self.patience, minimum=0)
+
+
+class SADPSGD(DPSGD):
+    """Accept if the loss on public data fell, else with probability exp(-ΔE·k·t), t accepted so far.
+
+    Every proposal is charged, accepted or not: one event (q, σ) per step. Charging accepted ones only, as the
+    authors' code does, is not justified. The score must come from data declared public (a held-out split, never
+    the test set); on private data it would be another query.
+    """
+
+    name = "sa-dpsgd"
+    summary = "Proposals accepted or undone by simulated annealing on a public score."
+    reference = "Fu, Chen & Ling, SA-DPSGD, arXiv 2211.07218"
+    noise_meaning = "σ: noise std over C, and the event's multiplier, of every proposal"
+    cost = "one gradient and one public score"
+    advice = "Only with a public held-out split; rejected proposals are paid for."
+    insists = True
+    proposes = True
+    Params = SADPSGDParams
+
+    def init(self, plan: "Plan", size: int) -> Vectors:
+        """Nothing accepted yet."""
+        return Vectors(energy=None, accepted=0, rejected=0)
+
+    def accepts(self, run: Steps, state: Vectors) -> bool:
+        """Score the proposal; remember what was decided."""
+        energy = run.public_score()
+        if not self._takes(run, state, energy):
+            state.rejected += 1
+            return False
+        state.energy, state.accepted, state.rejected = energy, state.accepted + 1, 0
+        return True
+
+    def _takes(self, run: Steps, state: Vectors, energy: float) -> bool:
+        if state.energy is None or state.rejected >= self.params.patience:
+            return True
+        rise = energy - state.energy
+        if not rise > 0:
+            return not math.isnan(rise)
+        chance = math.exp(-rise * self.params.k * state.accepted)
+        return float(run.uniform(1, "accept")[0]) < chance

@@ -1,0 +1,195 @@
+"""A run: the five verbs on real data. Data only moves to the right; noise is added at `release`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.accounting import Event, joint
+from fodp.adaptive_clip import AdaptiveClip
+from fodp.clipping.engine import HERE, Batch, Engine, LossFunction, Points, repeat
+from fodp.clipping.gradients import Gradients
+from fodp.filters import Filter
+from fodp.mechanism import Query, release
+from fodp.noise import Streams
+from fodp.plan import Plan
+from fodp.sampling import Fetcher, Lot, PoissonSampler
+
+Augment = Callable[[Batch], Batch]
+
+
+class Run:
+    """Executes a plan step by step and checks every release against what the plan promised.
+
+    `take_step()` performs one step of the plan's method and returns its private sum. A release whose
+    event is not the promised one is refused before its noise is drawn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        dataset: Any,
+        plan: Plan,
+        *,
+        streams: Streams | None = None,
+        engine: str = "auto",
+        microbatch: int | None = None,
+        augment: Augment | None = None,
+        copies: int = 1,
+        public_score: Callable[[], float] | None = None,
+    ):
+        self.plan = plan
+        self.step = 0
+        if streams is None:
+            streams = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
+        self.streams = streams
+        self.engine = Engine(model, loss_fn, engine)
+        self._fetcher = Fetcher(dataset)
+        self._sampler = PoissonSampler(self._fetcher.size, plan.sampling_rate, streams)
+        self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
+        self._augment, self._copies = augment, _checks.whole("copies", copies)
+        self._public_score = public_score
+        self.method = plan.algorithm
+        self.state = self.method.init(plan, self.engine.layout.size)
+        std = plan.noise_multiplier * plan.clip_norm
+        self.filter: Filter = self.method.params.make_filter(std, self.engine.layout.size)
+        self.adaptive_clip: AdaptiveClip | None = self.method.params.make_clip(plan)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lots: list[Lot] = []
+        self._asked: dict[int, Gradients] = {}  # the last gradients asked of each lot
+        self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
+        self._releases = 0
+        self._count: Tensor | None = None  # the released count that will move the clip norm
+        self._noise_std = 0.0
+
+    def take_step(self) -> Tensor:
+        """One step of the method: its private sum, filtered, to be divided by the plan's lot size."""
+        if self.step >= self.plan.steps:
+            raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
+        self._begin()
+        released = self.method.step(self, self.state)
+        emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
+        if not _same(emitted, self._promised()):
+            raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
+        if self.adaptive_clip is not None and self._count is not None:
+            self.adaptive_clip.move(float(self._count))
+        self.step += 1
+        return self.filter(released)
+
+    @property
+    def clip_norm(self) -> float:
+        """C of this step: the plan's, or the adapted one."""
+        return self.plan.clip_norm if self.adaptive_clip is None else self.adaptive_clip.clip_norm
+
+    def draw(self, rate: float | None = None, name: str = "") -> Lot:
+        """A fresh Poisson lot of the declared rate; `name` keeps the lots of one step apart."""
+        stream = f"mask{name}"
+        if any(lot.name == stream for lot in self._lots):
+            raise PrivacyError(f"this step has drawn a lot {name!r} already: give the second one another name")
+        lot = self._sampler.draw(self.step, stream, rate)
+        self._lots.append(lot)
+        self._spent.append(None)
+        return lot
+
+    def gradients(self, lot: Lot, at: Points = HERE, ascent: float = 0.0) -> Gradients:
+        """The lot's per-example gradients at the model's parameters, or at points given by releases.
+
+        `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖ instead.
+        """
+        place = self._place(lot)
+        batch = repeat(self._fetcher.fetch(lot.indices), self._copies)
+        if self._augment is not None:
+            batch = self._augment(batch)
+        asked = Gradients(self.engine, batch, at, self._copies, self._microbatch, lot, ascent=ascent)
+        self._asked[place] = asked
+        return asked
+
+    def release(self, lot: Lot, query: Query, std: float) -> Tensor:
+        """query + N(0, std²): charged to its lot, jointly with what that lot has released before."""
+        place = self._place(lot)
+        if query.lot is not lot:
+            raise PrivacyError("this query was not computed from the lot it is released for")
+        multiplier = query.noise_multiplier(std)
+        clip = self.adaptive_clip
+        if clip is not None and self._count is None and place in self._asked:
+            # The count and the sum share what the sum alone would have cost.
+            rest = clip.rest(multiplier)
+            count = self._asked[place].count(lambda norms: norms <= clip.clip_norm)
+            self._charge(place, count.noise_multiplier(clip.count_noise))
+            self._count = release(count, clip.count_noise, self.streams, self.step, "count")
+            multiplier, std = rest, std * rest / multiplier
+        self._charge(place, multiplier)
+        self._noise_std = std
+        name = lot.name.replace("mask", "noise", 1) + (f".{self._releases}" if self._releases else "")
+        self._releases += 1
+        return release(query, std, self.streams, self.step, name)
+
+    def _charge(self, place: int, multiplier: float) -> None:
+        before = self._spent[place]
+        spent = multiplier if before is None else joint(before, multiplier)
+        promised = self._promised()
+        if place >= len(promised) or spent < promised[place].noise_multiplier * (1 - 1e-9):
+            raise PrivacyError(f"step {self.step} would spend {spent:g} on lot {place}, promised was {promised}")
+        self._spent[place] = spent
+
+    def unclipped_fraction(self) -> float | None:
+        """The released noisy share of examples within the clip norm in this step; None without a count."""
+        if self.adaptive_clip is None or self._count is None:
+            return None
+        return self.adaptive_clip.fraction_of(float(self._count))
+
+    def noise_variance(self) -> float:
+        """Variance per coordinate of the noise in what the optimizer gets: public numbers only."""
+        gain = self.method.noise_gain(self.state) * self.filter.noise_gain()
+        return gain * (self._noise_std / self.plan.lot_size) ** 2
+
+    def parameters(self) -> Tensor:
+        """The model's trainable parameters as one flat vector."""
+        return self.engine.layout.read()
+
+    def uniform(self, count: int, name: str) -> Tensor:
+        """Uniform numbers in [0, 1) from the run's own stream."""
+        words = self.streams.words(count, self.step, name)
+        return torch.from_numpy((words >> 11) * 2.0**-53).to(self.engine.layout.device)
+
+    def public_score(self) -> float:
+        """The loss on data declared public."""
+        if self._public_score is None:
+            raise PrivacyError(f"{self.plan.method} scores proposals on public data: give the Trainer public_score")
+        return self._public_score()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Method state, filter and clip norm: releases and public numbers only."""
+        clip = None if self.adaptive_clip is None else self.adaptive_clip.clip_norm
+        return {"method": self.state.state_dict(), "filter": self.filter.state_dict(), "clip_norm": clip}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.state.load_state_dict(state["method"])
+        self.filter.load_state_dict(state["filter"])
+        if self.adaptive_clip is not None:
+            self.adaptive_clip.clip_norm = float(state["clip_norm"])
+
+    def _place(self, lot: Lot) -> int:
+        for place, known in enumerate(self._lots):
+            if known is lot:
+                return place
+        raise PrivacyError("this lot was not drawn in this step: every step draws its own")
+
+    def _promised(self) -> tuple[Event, ...]:
+        return self.plan.events_at(self.step)
+
+
+def _same(emitted: tuple[Event, ...], promised: tuple[Event, ...]) -> bool:
+    """Equal, but for a rate below the promised one: fewer examples than charged for are no fault."""
+    return len(emitted) == len(promised) and all(
+        e.sampling_rate <= p.sampling_rate and math.isclose(e.noise_multiplier, p.noise_multiplier, rel_tol=1e-9)
+        for e, p in zip(emitted, promised, strict=True)
+    )

@@ -1,0 +1,44 @@
+"""The guarantee of a plan in plain English, wherever a number is shown."""
+
+from typing import TYPE_CHECKING
+
+from fodp import accounting
+
+if TYPE_CHECKING:
+    from fodp.plan import Plan
+
+_ACCOUNTANTS = {
+    "pld": "privacy loss distributions (tight, dp-accounting)",
+    "rdp": "Rényi DP with the tight conversion (dp-accounting)",
+    "rdp-classic": "Rényi DP with the classic conversion (the paper's formula)",
+}
+
+
+def statement(plan: "Plan") -> str:
+    """What the plan promises, to whom, under which assumptions, and what it leaves out."""
+    phases = plan.events()
+    epsilon = plan.epsilon()
+    pair = accounting.epsilon_for_group(phases, plan.delta, 2)
+    replace = accounting.epsilon_replace_one(phases, plan.delta)
+    randomness = (
+        "Randomness: secure. Masks and noise come from operating-system entropy; no key is recorded."
+        if plan.seed is None
+        else "Randomness: SEEDED, a research mode. Whoever knows the seed can subtract the noise "
+        "and learn who took part: against them there is no guarantee at all."
+    )
+    lines = [
+        f"This run is ({epsilon:.4g}, {plan.delta:g})-differentially private.",
+        "Unit: one training example. Adjacency: add or remove one example.",
+        f"Mechanism: {plan.method}, {plan.steps} steps; each example joins a step independently with probability "
+        f"{plan.sampling_rate:g} (Poisson sampling), its gradient is clipped to norm {plan.clip_norm:g}, "
+        f"noise multiplier {plan.noise_multiplier:.6g}.",
+        f"Accountant: {_ACCOUNTANTS[plan.accountant]}.",
+        randomness,
+        "It holds against someone who sees every private release, and so the model after every step.",
+        f"A person with 2 examples in the data: epsilon {pair:.4g} at the same delta; with k examples, more.",
+        f"Replacing one example instead of adding or removing it: epsilon {replace:.4g} at the same delta.",
+        "Not covered: the choice of hyper-parameters if it was made by looking at this data; scores on data that "
+        "is itself private; other runs on the same data (their budgets add up); floating-point and timing attacks; "
+        "the public numbers of the plan (sampling rate, lot size, steps, classes), which must not come from the data.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""A run on real data: what release emits is what the plan promised, and nothing else gets out."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import fodp
+from fodp.accounting import Event, Phase
+from fodp.methods import METHODS, Method, find, register
+from fodp.methods.base import CommonParams
+
+
+def problem(size: int = 60, seed: int = 0):
+    torch.manual_seed(seed)
+    data = TensorDataset(torch.randn(size, 5), torch.randint(3, (size,)))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, data
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def plan(**changes):
+    base = dict(sampling_rate=0.2, steps=20, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0)
+    return fodp.Plan(**{**base, **changes})
+
+
+def train(model, data, the_plan, **options):
+    run = fodp.Run(model, losses, data, the_plan, **options)
+    optimizer = the_plan.algorithm.optimizer(model.parameters())
+    buffer = run.engine.layout.zeros()
+    releases = []
+    for _ in range(the_plan.steps):
+        released = run.take_step()
+        releases.append(released.clone())
+        run.engine.layout.set_gradients(released, the_plan.lot_size, buffer)
+        optimizer.step()
+    return torch.stack(releases)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_seeded_run_repeats_bit_for_bit(method):
+    first = train(*problem(), plan(method=method))
+    second = train(*problem(), plan(method=method))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, train(*problem(), plan(method=method, seed=1)))
+
+
+@pytest.mark.rule(13)
+def test_a_secure_run_never_repeats():
+    assert not torch.equal(train(*problem(), plan(seed=None)), train(*problem(), plan(seed=None)))
+
+
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("options", [dict(microbatch=1), dict(microbatch=5), dict(engine="loop")])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_speed_knobs_do_not_change_the_mechanism(method, options):
+    expected = train(*problem(), plan(method=method))
+    assert torch.allclose(train(*problem(), plan(method=method), **options), expected, atol=1e-4)
+
+
+@pytest.mark.rule(2)
+def test_an_empty_lot_is_a_noise_only_step():
+    model, data = problem(size=3)
+    the_plan = plan(sampling_rate=1e-6, steps=5, method="dp-sgd")
+    released = train(model, data, the_plan)
+    streams = fodp.noise.Streams.seeded(0)
+    for step in range(5):
+        noise = streams.normal_(torch.empty(released.shape[1]), 1.0, step, "noise")
+        assert torch.equal(released[step], noise)
+
+
+@pytest.mark.rule(2)
+def test_an_empty_lot_counts_as_a_step():
+    model, data = problem(size=2)
+    the_plan = plan(sampling_rate=1e-6, steps=2)
+    run = fodp.Run(model, losses, data, the_plan)
+    run.take_step()
+    run.take_step()
+    with pytest.raises(fodp.PrivacyError, match="2 steps are done"):
+        run.take_step()
+
+
+def test_releases_and_gradients_are_never_aliased():
+    model, data = problem()
+    run = fodp.Run(model, losses, data, plan())
+    layout, buffer = run.engine.layout, run.engine.layout.zeros()
+    first = run.take_step()
+    layout.set_gradients(first, 12, buffer)
+    before = run.state.read().clone()
+    for parameter in model.parameters():
+        parameter.grad.zero_()  # people clip and zero gradients
+    first.zero_()
+    assert torch.equal(run.state.read(), before)
+
+
+@pytest.mark.rule(15)
+def test_with_overwhelming_noise_nothing_is_learnt():
+    """The end-to-end guard: the same run learns without much noise and not at all with σ=1000."""
+    torch.manual_seed(0)
+    inputs = torch.randn(600, 5)
+    data = TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long())
+
+    def accuracy(noise: float) -> float:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        params = dict(lr=1.0)
+        train(model, data, plan(noise_multiplier=noise, params=params, steps=150, lot_size=120))
+        with torch.no_grad():
+            return (model(inputs).argmax(1) == data.tensors[1]).float().mean().item()
+
+    assert accuracy(0.5) > 0.75
+    assert accuracy(1000.0) < 0.6
+
+
+class Careless(Method):
+    """A method whose step can be told to break its promise."""
+
+    name = "careless"
+    summary = reference = noise_meaning = "for tests"
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Params(CommonParams):
+        mistake: str = ""
+
+    def events(self, plan):
+        return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
+
+    def step(self, run, state):
+        mistake, std = self.params.mistake, run.plan.noise_multiplier * run.plan.clip_norm
+        lot = run.draw(0.5 if mistake == "another rate" else None)
+        query = run.gradients(lot).clipped_sum(run.plan.clip_norm)
+        if mistake == "too little noise":
+            return run.release(lot, query, std / 2)
+        if mistake == "no release":
+            return query.value
+        if mistake == "released twice":
+            run.release(lot, query, std)
+        if mistake == "a second lot":
+            second = run.draw(name="again")
+            run.release(second, run.gradients(second).clipped_sum(1.0), std)
+        if mistake == "another lot's query":
+            return run.release(run.draw(name="other"), query, std)
+        if mistake == "too much noise":
+            return run.release(lot, query, 2 * std)
+        return run.release(lot, query, std)
+
+
+@pytest.fixture
+def careless():
+    register(Careless)
+    yield
+    del METHODS["careless"]
+
+
+@pytest.mark.rule(6)
+@pytest.mark.rule(7)
+@pytest.mark.usefixtures("careless")
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "another rate",
+        "too little noise",
+        "too much noise",
+        "no release",
+        "released twice",
+        "a second lot",
+        "another lot's query",
+    ],
+)
+def test_a_step_that_breaks_its_promise_is_refused(mistake):
+    run = fodp.Run(*_model_loss_data(), plan(method="careless", params=dict(mistake=mistake)))
+    with pytest.raises(fodp.PrivacyError):
+        run.take_step()
+
+
+@pytest.mark.usefixtures("careless")
+def test_a_method_from_outside_works_and_its_name_is_taken_once():
+    run = fodp.Run(*_model_loss_data(), plan(method="careless"))
+    assert run.take_step().shape == (run.engine.layout.size,)
+    with pytest.raises(fodp.PrivacyError, match="in the table already"):
+        register(Careless)
+    assert find("careless") is Careless
+
+
+def _model_loss_data():
+    model, data = problem()
+    return model, losses, data
+
+
+def test_a_lot_of_an_earlier_step_is_refused():
+    run = fodp.Run(*_model_loss_data(), plan())
+    lot = run.draw()
+    run.take_step()
+    with pytest.raises(fodp.PrivacyError, match="not drawn in this step"):
+        run.gradients(lot)
+
+
+class Records(Dataset):
+    """A map-style data set that is not made of tensors."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def test_any_map_style_data_set_gives_the_same_run():
+    model, data = problem()
+    expected = train(model, data, plan())
+    model, data = problem()
+    assert torch.allclose(train(model, Records(data), plan()), expected)
+
+
+@pytest.mark.rule(14)
+def test_an_iterable_data_set_is_refused():
+    model, _ = problem()
+    with pytest.raises(fodp.PrivacyError, match=r"[Ii]terable"):
+        fodp.Run(model, losses, Stream(), plan())
