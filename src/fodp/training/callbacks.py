@@ -1,0 +1,225 @@
+"""Everything optional about training: progress, logs, scores on public data, checkpoints, averages.
+
+Callbacks see public things only: the plan, the step, ε, the model (itself post-processing of releases)
+and scores on data that was declared public.
+"""
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fodp import _checks
+from fodp.models import accuracy
+
+if TYPE_CHECKING:
+    from fodp.training.trainer import Trainer
+
+
+class Callback:
+    """Called by the trainer at fixed moments; override what you need."""
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Before the first step of a fit."""
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """After every step."""
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """After every round(1/q) steps, and at the end."""
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """When a fit ends, also by an interrupt or an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint should keep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint kept."""
+
+
+class WeightAverage(Callback):
+    """A running average of the iterates: post-processing of releases, so it costs no privacy.
+
+    `decay` gives an exponential average; without it, the plain mean over the last `tail` fraction of
+    the run. `model` is the averaged model; `Evaluate(…, average=this)` scores it.
+    """
+
+    def __init__(self, decay: float | None = None, tail: float = 0.5):
+        self.decay = None if decay is None else _checks.open_fraction("decay", decay)
+        self.tail = _checks.fraction("tail", tail)
+        self._average: AveragedModel | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The averaged model, None before the average has begun."""
+        return None if self._average is None or self._average.n_averaged == 0 else self._average.module
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Make room for the average."""
+        if self._average is None:
+            ema = None if self.decay is None else get_ema_multi_avg_fn(self.decay)
+            self._average = AveragedModel(trainer.model, multi_avg_fn=ema)
+            if self._loaded is not None:
+                self._average.load_state_dict(self._loaded)
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Take the new iterate in."""
+        assert self._average is not None
+        begins = 0 if self.decay is not None else int((1 - self.tail) * trainer.last_step)
+        if trainer.step > begins:
+            self._average.update_parameters(trainer.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average so far."""
+        return {} if self._average is None else {"average": self._average.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a saved average."""
+        self._loaded = state.get("average")
+        if self._average is not None and self._loaded is not None:
+            self._average.load_state_dict(self._loaded)
+
+
+class Evaluate(Callback):
+    """Accuracy and loss on data that you declare public (a score on private data would leak it)."""
+
+    def __init__(self, public_dataset: Any, every: int = 1, average: WeightAverage | None = None):
+        self.dataset, self.every, self.average = public_dataset, _checks.whole("every", every), average
+        self._epochs = 0
+        self.best = 0.0
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Score the model, or its average where there is one."""
+        self._epochs += 1
+        if self._epochs % self.every and trainer.step < trainer.last_step:
+            return
+        averaged = None if self.average is None else self.average.model
+        score, loss = accuracy(averaged or trainer.model, self.dataset)
+        self.best = max(self.best, score)
+        trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epochs seen and the best score."""
+        return {"epochs": self._epochs, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._epochs, self.best = int(state.get("epochs", 0)), float(state.get("best", 0.0))
+
+
+class CSVLog(Callback):
+    """One line per epoch: epoch, step, ε and the public scores."""
+
+    FIELDS = ("epoch", "step", "epsilon", "accuracy", "loss")
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Open the file; keep earlier lines only up to the step that is resumed from."""
+        kept: list[dict[str, str]] = []
+        if self.path.exists() and trainer.step:
+            with self.path.open(newline="") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= trainer.step]
+        self._file = self.path.open("w", newline="")
+        writer = csv.DictWriter(self._file, self.FIELDS)
+        writer.writeheader()
+        writer.writerows(kept)
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Write a line."""
+        assert self._file is not None
+        row: dict[str, Any] = {
+            "epoch": -(-trainer.step // trainer.steps_per_epoch),
+            "step": trainer.step,
+            "epsilon": trainer.epsilon(),
+        }
+        row |= {name: trainer.metrics[name] for name in ("accuracy", "loss") if name in trainer.metrics}
+        csv.DictWriter(self._file, self.FIELDS).writerow(row)
+        self._file.flush()
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard(Callback):
+    """ε and the public scores for TensorBoard (needs the `tensorboard` package)."""
+
+    def __init__(self, folder: str | Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Write the scalars of this epoch."""
+        for name, value in {"epsilon": trainer.epsilon(), **trainer.metrics}.items():
+            self._writer.add_scalar(name, value, trainer.step)
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Flush to disk."""
+        self._writer.flush()
+
+
+class Checkpoint(Callback):
+    """A checkpoint every `every` epochs and whenever a fit ends, also after Ctrl-C."""
+
+    def __init__(self, path: str | Path, every: int = 1):
+        self.path, self.every = Path(path), _checks.whole("every", every)
+        self._epochs = 0
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Save now and then."""
+        self._epochs += 1
+        if self._epochs % self.every == 0:
+            trainer.save(self.path)
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Save what there is; a step that broke off in the middle is not worth it."""
+        if trainer.between_steps:
+            trainer.save(self.path)
+
+
+class Progress(Callback):
+    """A bar on the terminal with the public score and ε so far."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),  # stdout stays for results
+        )
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Show the bar."""
+        note = ""
+        self._task = self._bar.add_task("training", total=trainer.last_step, completed=trainer.step, note=note)
+        self._bar.start()
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Move it on."""
+        self._bar.update(self._task, completed=trainer.step)
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Show score and ε."""
+        note = f"ε {trainer.epsilon():.2f}"
+        if "accuracy" in trainer.metrics:
+            note = f"accuracy {trainer.metrics['accuracy']:.3f}  {note}"
+        self._bar.update(self._task, note=note)
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Leave the bar as it stands."""
+        self._bar.stop()

@@ -1,0 +1,47 @@
+"""What may be published of a run: weights and a privacy card. No key, no seed, no private quantity."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from fodp._checks import PrivacyError
+from fodp.plan import Plan
+from fodp.training import checkpoint
+from fodp.training.folder import RunFolder
+
+
+def export(run_folder: Path, file: Path) -> dict[str, Any]:
+    """Write the run's weights and its privacy card; returns the card."""
+    folder = RunFolder(run_folder)
+    saved = checkpoint.load(folder.checkpoint)
+    card = privacy_card(Plan(**saved["plan"]), saved["step"])
+    # Tied weights share memory, which the format refuses: each name gets its own copy.
+    weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
+    metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
+    try:
+        save_file(weights, file, metadata=metadata)
+    except (OSError, RuntimeError) as error:
+        raise PrivacyError(f"{file} cannot be written ({error}); name a file in a writable folder") from None
+    return card
+
+
+def privacy_card(plan: Plan, steps: int) -> dict[str, Any]:
+    """What a reader of the model needs to know about its privacy; the seed is not among it."""
+    return {
+        "epsilon": plan.epsilon(steps=steps),
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "method": plan.method,
+        "params": dict(plan.params),
+        "sampling_rate": plan.sampling_rate,
+        "steps": steps,
+        "clip_norm": plan.clip_norm,
+        "noise_multiplier": plan.noise_multiplier,
+        "unit": "one training example, added or removed",
+        "randomness": "secure"
+        if plan.seed is None
+        else "seeded research run: no guarantee against holders of the seed",
+        "statement": plan.statement(),
+    }

@@ -1,0 +1,56 @@
+"""The folder of a run: configuration, per-epoch metrics, result, statement, checkpoint, plot, ledger."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fodp._checks import PrivacyError
+
+
+class RunFolder:
+    """Names the files of a run and writes them atomically."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.csv"
+        self.result = self.path / "result.json"
+        self.statement = self.path / "privacy.txt"
+        self.checkpoint = self.path / "checkpoint.pt"
+        self.ledger = self.path / "ledger.sqlite"
+        self.plot = self.path / "accuracy.png"
+
+    def create(self) -> None:
+        """Make the folder; one that holds a run already is not overwritten."""
+        if self.config.exists():
+            raise PrivacyError(
+                f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            raise PrivacyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from None
+
+    def write(self, file: Path, text: str) -> None:
+        """All or nothing."""
+        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=file.name, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.replace(temporary, file)
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration the run was started with."""
+        try:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise PrivacyError(
+                f"{self.path} holds no run (no {self.config.name}): start one without --resume"
+            ) from None
+        except (OSError, json.JSONDecodeError) as error:
+            raise PrivacyError(f"{self.config} cannot be read ({error}): restore a copy of it") from None
+        if not isinstance(config, dict):
+            raise PrivacyError(f"{self.config} is not a run's configuration: restore a copy of it")
+        return config

@@ -1,0 +1,29 @@
+"""Accuracy against ε, and per epoch, from a run's metrics file."""
+
+import csv
+from pathlib import Path
+
+
+def plot_accuracy(metrics: Path, out: Path, title: str) -> None:
+    """Draw the public scores of a run; nothing is drawn if there are none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with metrics.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["accuracy"]]
+    if not rows:
+        return
+    epsilons, scores = [float(r["epsilon"]) for r in rows], [float(r["accuracy"]) for r in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    left.plot(epsilons, scores, marker=".", color="#2b6cb0")
+    left.set(xlabel="ε spent", ylabel="accuracy on public data")
+    right.plot([int(r["epoch"]) for r in rows], scores, marker=".", color="#2b6cb0")
+    right.set(xlabel="epoch")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,322 @@
+"""The training loop: a plan, a model, data, and callbacks for everything optional."""
+
+import copy
+import math
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fodp import _checks, accounting
+from fodp._checks import PrivacyError
+from fodp.clipping.engine import LossFunction
+from fodp.ledger import Ledger
+from fodp.plan import Plan
+from fodp.run import Augment, Run
+from fodp.training import checkpoint
+from fodp.training.callbacks import Callback
+
+# Steps are reserved in the ledger for about this long ahead: one durable write per half second.
+_RESERVE_SECONDS = 0.5
+# ε is computed at this many points of a run at most; between them the next, larger value is shown.
+_CURVE_POINTS = 50
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a fit ended. `epsilon` is what has been spent, lost steps included."""
+
+    reason: str  # "finished", "interrupted" or "target reached"
+    steps: int
+    epsilon: float
+    delta: float
+    lost_steps: int
+
+
+class Trainer:
+    """Trains a model under a plan; the model that comes out carries the plan's guarantee.
+
+    loss_fn(model, batch) returns one loss per example. `optimizer` None takes the method's own; any
+    `torch.optim` optimizer over exactly the trainable parameters does for methods that do not insist
+    on theirs. `scheduler` steps once per step. Nothing of the private data (training loss, lot sizes,
+    norms) is shown or stored anywhere.
+
+    `augment(batch)` with `copies` K trains on K augmented copies per example whose gradients are averaged
+    before clipping; it must treat every row by itself. `target_epsilon` stops before the step that would
+    exceed it. `ledger` writes spending down before it happens. `public_score()` is the loss on data declared
+    public, for methods that ask for it (sa-dpsgd).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        dataset: Any,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        callbacks: Iterable[Callback] = (),
+        augment: Augment | None = None,
+        copies: int = 1,
+        target_epsilon: float | None = None,
+        microbatch: int | None = None,
+        engine: str = "auto",
+        ledger: Ledger | None = None,
+        public_score: Callable[[], float] | None = None,
+    ):
+        self.model, self.plan = model, plan
+        self.run = Run(
+            model,
+            loss_fn,
+            dataset,
+            plan,
+            microbatch=microbatch,
+            engine=engine,
+            augment=augment,
+            copies=copies,
+            public_score=public_score,
+        )
+        self.optimizer = fitting_optimizer(self.run, optimizer)
+        self.scheduler = scheduler
+        if scheduler is not None and scheduler.optimizer is not self.optimizer:
+            raise PrivacyError("the scheduler drives another optimizer: build it on the one given to the Trainer")
+        self.callbacks = list(callbacks)
+        self.target_epsilon = target_epsilon
+        self.last_step = plan.steps if target_epsilon is None else steps_within(plan, target_epsilon)
+        self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))
+        self.metrics: dict[str, float] = {}  # public scores, filled by callbacks
+        self.lost_steps = 0
+        self.interrupted = False
+        self.ledger, self._run_id = ledger, uuid.uuid4().hex
+        self._reserved = 0
+        self._step_seconds = 0.0
+        self.between_steps = True  # False while a step is under way: no state worth saving then
+        self._gradients = self.run.engine.layout.zeros()
+        self._curve: dict[int, float] = {}
+
+    @property
+    def step(self) -> int:
+        """How many of the plan's steps are used."""
+        return self.run.step
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the plan amounts to, the last one perhaps shorter."""
+        return math.ceil(self.last_step / self.steps_per_epoch)
+
+    def epsilon(self) -> float:
+        """ε spent so far (rounded up to the next precomputed point within an epoch). Changes nothing."""
+        if self.step == 0:
+            return 0.0
+        if self.step not in self._curve and not any(point > self.step for point in self._curve):
+            ends = [min(self.steps_per_epoch * (e + 1), self.last_step) for e in range(self.epochs)]
+            every = math.ceil(len(ends) / _CURVE_POINTS)
+            points = sorted({*ends[every - 1 :: every], self.last_step})
+            values = accounting.epsilon_curve(self.plan.events(), self.plan.delta, self.plan.accountant, points)
+            self._curve = dict(zip(points, values, strict=True))
+        return min(value for point, value in self._curve.items() if point >= self.step)
+
+    def fit(self) -> Result:
+        """Train to the end of the plan, to the target ε, or until interrupted; callable again to go on.
+
+        Ctrl-C ends the fit after the step that is under way, with everything in order; a second one
+        breaks off at once.
+        """
+        self.interrupted = False
+        self._call("on_start")
+        try:
+            with self._orderly_interrupt():
+                while self.step < self.last_step and not self.interrupted:
+                    self._one_step()
+                    self._call("on_step")
+                    if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
+                        self._call("on_epoch")
+        finally:
+            self._call("on_stop")
+        self._settle()
+        if self.step == self.plan.steps:
+            reason = "finished"
+        else:
+            reason = "target reached" if self.step >= self.last_step else "interrupted"
+        return Result(reason, self.step, self.plan.epsilon(steps=self.step), self.plan.delta, self.lost_steps)
+
+    def _one_step(self) -> None:
+        self._reserve()
+        self.between_steps = False
+        started = time.perf_counter()
+        with self._model_randomness():
+            release = self.run.take_step()
+        self.run.engine.layout.set_gradients(release, self.plan.lot_size, self._gradients)
+        method, state = self.run.method, self.run.state
+        method.tune(self.optimizer, self.run, state)
+        before = (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.proposes else None
+        self.optimizer.step()
+        if before is not None and not method.accepts(self.run, state):
+            self.run.engine.layout.write(before[0])
+            self.optimizer.load_state_dict(before[1])
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._step_seconds = time.perf_counter() - started
+        self.between_steps = True
+
+    def _reserve(self) -> None:
+        """Write down, before they happen, as many steps as fit into half a second."""
+        if self.ledger is None or self.step < self._reserved:
+            return
+        block = max(1, min(1000, int(_RESERVE_SECONDS / max(self._step_seconds, 1e-6)))) if self._step_seconds else 1
+        self._reserved = min(self.step + block, self.last_step)
+        self.ledger.reserve(self._run_id, self._reserved)
+
+    def _settle(self) -> None:
+        """Give back what was reserved and not used; whatever comes next is reserved anew."""
+        if self.ledger is not None:
+            self.ledger.settle(self._run_id, self.step)
+        self._reserved = self.step
+
+    @contextmanager
+    def _model_randomness(self) -> Iterator[None]:
+        """In seeded mode dropout and augmentation draw from their own stream; the caller's stays as it was."""
+        if self.plan.seed is None:
+            yield
+            return
+        seed = self.run.streams.torch_seed(self.step, "model")
+        with torch.random.fork_rng() if torch.cuda.is_initialized() else torch.random.fork_rng(devices=[]):
+            # torch.manual_seed would also queue a call, with its stack trace, for devices that are not in use.
+            torch.default_generator.manual_seed(seed)
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed_all(seed)
+            yield
+
+    @contextmanager
+    def _orderly_interrupt(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals reach the main thread only
+            return
+
+        def remember(number: int, frame: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        before = signal.signal(signal.SIGINT, remember)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _call(self, moment: str) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        content = {
+            "run": self._run_id,
+            "plan": {**self.plan.to_dict(), "params": dict(self.plan.params)},
+            "step": self.step,
+            "lost_steps": self.lost_steps,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": scheduler,
+            "state": self.run.state_dict(),
+            "metrics": dict(self.metrics),
+            "callbacks": [callback.state_dict() for callback in self.callbacks],
+        }
+        checkpoint.save(Path(path), content)
+
+    def resume(self, path: str | Path) -> None:
+        """Go on from a checkpoint of the same plan.
+
+        Seeded: the same releases are repeated bit for bit from there on, and are not charged twice.
+        Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
+        stay charged, so the run ends that much earlier (`lost_steps`).
+        """
+        saved = checkpoint.load(Path(path))
+        self._refuse_other_plan(saved["plan"])
+        try:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.run.load_state_dict(saved["state"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            first = str(error).splitlines()[0]
+            raise PrivacyError(f"the checkpoint is of another model or optimizer ({first})") from None
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        for callback, state in zip(self.callbacks, saved["callbacks"], strict=False):
+            callback.load_state_dict(state)
+        self.metrics = dict(saved["metrics"])
+        self._run_id = str(saved["run"])
+        self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
+        if self.plan.seed is None and self.ledger is not None:
+            used = self.ledger.steps(self._run_id)
+            self.lost_steps += max(0, used - self.run.step)
+            self.run.step = max(used, self.run.step)
+        self._reserved = self.run.step
+
+    def _refuse_other_plan(self, saved: dict[str, Any]) -> None:
+        mine = {**self.plan.to_dict(), "params": dict(self.plan.params)}
+        different = sorted(key for key in mine if _plain(mine[key]) != _plain(saved.get(key)))
+        if different:
+            key = different[0]
+            raise PrivacyError(
+                f"the checkpoint belongs to another plan: {key} was {saved.get(key)!r}, now {mine[key]!r}; "
+                "resume with the settings of the run, or start a new one"
+            )
+
+
+def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """The method's own optimizer, or the given one if it holds exactly the trainable parameters."""
+    method = run.plan.algorithm
+    if optimizer is None:
+        return method.optimizer(run.engine.layout.parameters)
+    if method.own_optimizer:
+        raise PrivacyError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PrivacyError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    wanted = {id(p) for p in run.engine.layout.parameters}
+    if held - wanted:
+        raise PrivacyError("the optimizer holds parameters that are not this model's: build it on model.parameters()")
+    if wanted - held:
+        missing = [
+            n for n, p in zip(run.engine.layout.names, run.engine.layout.parameters, strict=True) if id(p) not in held
+        ]
+        raise PrivacyError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
+    return optimizer
+
+
+def steps_within(plan: Plan, target_epsilon: float) -> int:
+    """The most steps of the plan whose ε does not exceed the target; refuses if not even one fits."""
+    _checks.positive("target_epsilon", target_epsilon)
+    if plan.epsilon() <= target_epsilon:
+        return plan.steps
+    low, high = 0, plan.steps  # ε(low) fits, ε(high) does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if plan.epsilon(steps=middle) <= target_epsilon:
+            low = middle
+        else:
+            high = middle
+    if low == 0:
+        raise PrivacyError(
+            f"not even one step fits epsilon {target_epsilon:g} (one costs {plan.epsilon(steps=1):.4g}): raise the "
+            "noise multiplier or the target"
+        )
+    return low
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and lists alike, so that a plan read from a file equals the one it came from."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
