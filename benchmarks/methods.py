@@ -1,0 +1,81 @@
+"""Time per step of every method on the paper's MLP, relative to dp-sgd, interleaved in one run, one thread.
+
+make bench-methods
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+from fodp.methods import METHODS
+from step import CLASSES, EXAMPLES, INPUTS, private_step
+
+# The paper's table of relative runtimes, where it has the method.
+PAPER = {
+    "dp-adam": 1.29,
+    "dp-adamw": 1.11,
+    "dp-is": 1.11,
+    "dp-sam": 1.57,
+    "dp-sat": 1.50,
+    "dp-adam-ac": 1.03,
+    "fo-dp-sgd": 1.02,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=250, help="interleaved rounds (default 250)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
+    warm_up = 10
+    steps = options.rounds + warm_up
+    contenders = {name: private_step(data, name, 0, steps) for name in METHODS}
+    contenders["dp-sam per-example"] = private_step(data, "dp-sam", 0, steps, variant="per-example")
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
+    for turn in range(steps):
+        # Whoever follows a heavy step finds cold caches, so the order changes every round.
+        for name, step in order.sample(list(contenders.items()), len(contenders)):
+            start = time.perf_counter()
+            step()
+            if turn >= warm_up or (name == "dp-is" and turn == 0):  # dp-is refreshes at step 0: keep that
+                times[name].append(time.perf_counter() - start)
+    base = times["dp-sgd"]
+    rows = []
+    for name, spent in times.items():
+        ratios = sorted(mine / other for mine, other in zip(spent[-len(base) :], base, strict=True))
+        tenth = len(ratios) // 10
+        rows.append(
+            {
+                "method": name,
+                "milliseconds": 1e3 * statistics.fmean(spent) if name == "dp-is" else 1e3 * statistics.median(spent),
+                "ratio": statistics.median(ratios),
+                "paired_10": ratios[tenth],
+                "paired_90": ratios[-1 - tenth],
+                "paper": PAPER.get(name),
+            }
+        )
+    refresh = times["dp-is"][0] - statistics.median(times["dp-is"])
+    for row in rows:
+        if row["method"] == "dp-is":  # spread its pass over all the data over the steps between refreshes
+            row["ratio"] += refresh / 250 / statistics.median(base)
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{'method':20} {'ms':>7} {'/dp-sgd':>8}   {'middle 80% paired':18} {'paper':>6}")
+    for row in rows:
+        span = f"{row['paired_10']:.2f} to {row['paired_90']:.2f}"
+        paper = f"{row['paper']:.2f}" if row["paper"] else ""
+        print(f"{row['method']:20} {row['milliseconds']:7.2f} {row['ratio']:8.2f}   {span:18} {paper:>6}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The command line: words and options; everything else is done by the library."""

@@ -1,0 +1,27 @@
+"""The table of commands: name, help, options and what runs."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fodp.cli import export, methods, privacy, train
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word of the command line."""
+
+    name: str
+    help: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str = ""
+
+
+ALL = (
+    Command("train", "Train a model with a stated (epsilon, delta).", train.options, train.run, train.EPILOG),
+    Command("epsilon", "The epsilon of a noise multiplier.", privacy.epsilon_options, privacy.run_epsilon),
+    Command("calibrate", "The noise multiplier of an epsilon.", privacy.calibrate_options, privacy.run_calibrate),
+    Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
+    Command("export", "Write what may be published of a run.", export.options, export.run),
+)

@@ -1,0 +1,20 @@
+"""`fodp export`: what may be published of a run: weights and the privacy card, nothing else."""
+
+import argparse
+from pathlib import Path
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp export`."""
+    parser.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    parser.add_argument("file", metavar="FILE", help="the .safetensors file to write")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write weights with the privacy card as metadata."""
+    from fodp.training.export import export
+
+    card = export(Path(options.run_folder), Path(options.file))
+    print(f"wrote {options.file}: epsilon {card['epsilon']:.4g} at delta {card['delta']:g}, {card['randomness']}")
+    print("It holds the weights and the privacy card, no key and no private quantity.")
+    return 0

@@ -1,0 +1,56 @@
+"""`fodp`: parse, dispatch, and turn every user error into one clear line with exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import fodp
+from fodp._checks import PrivacyError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PrivacyError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands; torch is not loaded for this."""
+    from fodp.cli import commands
+
+    parser = _Parser(prog="fodp", description="Train PyTorch models with differential privacy.")
+    parser.add_argument("--version", action="version", version=f"fodp {fodp.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in commands.ALL:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=command.epilog,
+        )
+        command.options(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
+    try:
+        options = build_parser().parse_args(arguments)
+        return int(options.run(options))
+    except PrivacyError as error:
+        print(f"fodp: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fodp: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe went away; that is its good right
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`fodp epsilon` and `fodp calibrate`: accounting without data."""
+
+import argparse
+import json
+from typing import Any
+
+from fodp import accounting
+from fodp.accounting import ACCOUNTANTS
+
+_COVERS = (
+    "For Poisson sampling, one example added or removed, per-example clipping; it does not cover the choice of "
+    "hyper-parameters, other runs on the same data, or people with several examples."
+)
+
+
+def _shared_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sampling-rate", type=float, required=True, metavar="Q", help="probability q of an example")
+    parser.add_argument("--steps", type=int, required=True, metavar="T", help="number of steps")
+    parser.add_argument("--delta", type=float, default=1e-5, help="default 1e-5")
+    parser.add_argument("--beta", type=float, default=1.0, help="mixing of FO-DP-SGD, default 1 (DP-SGD)")
+    parser.add_argument("--accountant", default="pld", metavar="NAME", help=f"{', '.join(ACCOUNTANTS)}; default pld")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def epsilon_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp epsilon`."""
+    parser.add_argument("--noise-multiplier", type=float, required=True, metavar="SIGMA", help="noise over C")
+    _shared_options(parser)
+
+
+def calibrate_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp calibrate`."""
+    parser.add_argument("--target-epsilon", type=float, required=True, metavar="EPS", help="never exceeded")
+    _shared_options(parser)
+
+
+def run_epsilon(options: argparse.Namespace) -> int:
+    """Print ε."""
+    public = _public(options)
+    epsilon = accounting.epsilon(noise_multiplier=options.noise_multiplier, **public)
+    _show(options.json, epsilon, {"noise_multiplier": options.noise_multiplier, **public})
+    return 0
+
+
+def run_calibrate(options: argparse.Namespace) -> int:
+    """Print σ and the ε it really has."""
+    public = _public(options)
+    sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
+    epsilon = accounting.epsilon(noise_multiplier=sigma, **public)
+    _show(options.json, epsilon, {"noise_multiplier": sigma, **public})
+    return 0
+
+
+def _public(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("sampling_rate", "steps", "delta", "beta", "accountant")
+    return {name: getattr(options, name) for name in names}
+
+
+def _show(as_json: bool, epsilon: float, numbers: dict[str, Any]) -> None:
+    if as_json:
+        print(json.dumps({"epsilon": epsilon, **numbers}))
+        return
+    print(f"epsilon {epsilon:.4f} at delta {numbers['delta']:g}")
+    print(
+        f"noise multiplier {numbers['noise_multiplier']:.6g}, beta {numbers['beta']:g}, "
+        f"sampling rate {numbers['sampling_rate']:g}, {numbers['steps']} steps, accountant {numbers['accountant']}"
+    )
+    print(_COVERS)

@@ -1,0 +1,265 @@
+"""`fodp train`: one private training run in one folder."""
+
+import argparse
+import ast
+import json
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fodp
+from fodp._checks import PrivacyError
+
+if TYPE_CHECKING:
+    from fodp.data import Splits
+    from fodp.plan import Plan
+
+EPILOG = """examples:
+  fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5
+  fodp train --preset paper --dataset cifar10 --set beta=1 --seed 0 --out runs/paper
+  fodp train --resume --out runs/paper
+
+With --target-epsilon alone the noise is calibrated to it; with --noise-multiplier as well, training stops
+before the target would be exceeded. Without --seed masks and noise come from the operating system's entropy."""
+
+_DEFAULTS: dict[str, Any] = dict(
+    dataset="digits", model="mlp", method="fo-dp-sgd", epochs=40.0, delta=1e-5, clip_norm=1.0, accountant="pld",
+    eval_every=1,
+)  # fmt: skip
+# The paper's protocol; an option given beside it wins.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": dict(
+        dataset="cifar10", model="mlp", method="fo-dp-sgd", epochs=250.0, delta=1e-5, clip_norm=1.0, lr=0.8,
+        noise_multiplier=1.1, sampling_rate=0.04, lot_size=200.0, accountant="rdp-classic",
+    ),
+}  # fmt: skip
+# What may be said anew when resuming; everything else belongs to the run.
+_NOT_OF_THE_RUN = {"out", "resume", "json", "quiet", "data_dir", "threads", "run", "command", "preset"}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp train`."""
+    add = parser.add_argument
+    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100, svhn, or your own .npz")
+    add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
+    add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
+    add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
+    add("--lr", type=float, help="learning rate (default: the method's)")
+    add("--epochs", type=float, help="passes over the data, default 40; steps = round(epochs / q)")
+    add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")
+    add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself")
+    add("--delta", type=float, help="default 1e-5")
+    add("--clip-norm", type=float, metavar="C", help="default 1")
+    add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
+    add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
+    add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
+    add("--preset", metavar="NAME", help="paper: the paper's protocol")
+    add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
+    add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
+    add("--microbatch", type=int, metavar="N", help="examples in flight at a time (memory; changes nothing else)")
+    add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
+    add("--assume-size", type=int, metavar="N", help="public size of your own data")
+    add("--classes", type=int, metavar="N", help="public number of classes of your own data")
+    add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--threads", type=int, metavar="N", help="threads of PyTorch")
+    add("--json", action="store_true", help="the last line on stdout is the result as JSON")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and say what came out and what it cost."""
+    if options.resume and not options.out:
+        raise PrivacyError("--resume needs the run folder: add --out DIR")
+    config = _stored_config(options) if options.resume else _new_config(options)
+
+    import torch
+
+    from fodp.ledger import Ledger
+    from fodp.models import accuracy, build, cross_entropy
+    from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
+    from fodp.training.folder import RunFolder
+    from fodp.training.trainer import Trainer
+
+    if options.threads is not None:
+        torch.set_num_threads(_at_least_one("--threads", options.threads))
+    splits = _load(config, options)
+    plan = _plan(config, splits)
+    torch.manual_seed(plan.seed) if plan.seed is not None else torch.seed()
+    model = build(config["model"], splits.card)
+
+    folder = RunFolder(options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    callbacks: list[Callback] = [Evaluate(splits.test, config["eval_every"]), CSVLog(folder.metrics)]
+    if not options.quiet:
+        callbacks.append(Progress())
+    callbacks.append(Checkpoint(folder.checkpoint))
+    trainer = Trainer(
+        model,
+        cross_entropy,
+        splits.train,
+        plan,
+        callbacks=callbacks,
+        target_epsilon=config.get("target_epsilon") if config.get("noise_multiplier") is not None else None,
+        microbatch=config.get("microbatch"),
+        public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,
+    )
+    if not options.resume:
+        folder.create()  # only now, when everything else has proved right
+    trainer.ledger = Ledger(folder.ledger)
+    if options.resume:
+        trainer.resume(folder.checkpoint)
+    else:
+        folder.write(folder.config, json.dumps({**config, "plan": plan.to_dict(), "fodp": fodp.__version__}, indent=1))
+        folder.write(folder.statement, plan.statement() + "\n")
+    started = time.perf_counter()
+    outcome = trainer.fit()
+    result = {
+        "dataset": config["dataset"],
+        "model": config["model"],
+        "method": plan.method,
+        "params": dict(plan.params),
+        "reason": outcome.reason,
+        "steps": outcome.steps,
+        "lost_steps": outcome.lost_steps,
+        "final_accuracy": trainer.metrics.get("accuracy"),
+        "best_accuracy": trainer.metrics.get("best_accuracy"),
+        "final_loss": trainer.metrics.get("loss"),
+        "epsilon": outcome.epsilon,
+        "delta": outcome.delta,
+        "noise_multiplier": plan.noise_multiplier,
+        "accountant": plan.accountant,
+        "randomness": "secure" if plan.seed is None else "seeded",
+        "seconds": round(time.perf_counter() - started, 3),
+        "out": str(folder.path),
+    }
+    return _conclude(options, folder, plan, result)
+
+
+def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any]) -> int:
+    from fodp.training.plot import plot_accuracy
+
+    text = sys.stderr if options.json else sys.stdout
+    if result["reason"] == "interrupted":
+        print(
+            f"stopped after step {result['steps']} of {plan.steps}, epsilon so far {result['epsilon']:.4g}; "
+            f"go on with: fodp train --resume --out {folder.path}",
+            file=text,
+        )
+        return 130
+    folder.write(folder.result, json.dumps(result, indent=1) + "\n")
+    plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
+    print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
+    print(f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g}", file=text)
+    if result["reason"] == "target reached":
+        print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
+    if result["lost_steps"]:
+        print(f"{result['lost_steps']} steps were lost to a crash but stay charged", file=text)
+    print(f"\n{plan.statement()}\n\nrun folder: {folder.path}", file=text)
+    if options.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _new_config(options: argparse.Namespace) -> dict[str, Any]:
+    """Defaults, then the preset, then what was given."""
+    given = _given(options)
+    preset: dict[str, Any] = {}
+    if options.preset is not None:
+        if options.preset not in _PRESETS:
+            raise PrivacyError(f"--preset must be one of {', '.join(_PRESETS)}; got {options.preset!r}")
+        preset = dict(_PRESETS[options.preset])
+        if "target_epsilon" in given and "noise_multiplier" not in given:
+            del preset["noise_multiplier"]  # a target alone calibrates
+    config = {**_DEFAULTS, **preset, **given}
+    if config.get("target_epsilon") is None and config.get("noise_multiplier") is None:
+        raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
+    return config
+
+
+def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration of the run that is resumed; what is said against it is refused."""
+    from fodp.training.folder import RunFolder
+
+    stored = RunFolder(options.out).read_config()
+    for name, value in _given(options).items():
+        if stored.get(name) != value:
+            option = "--" + name.replace("_", "-")
+            raise PrivacyError(
+                f"the run in {options.out} has {option} {stored.get(name)}, not {value}: leave the option out to "
+                "resume, or start a new run in another folder"
+            )
+    return stored
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    given = {k: v for k, v in vars(options).items() if v is not None and k not in _NOT_OF_THE_RUN}
+    if "set" in given:
+        given["set"] = dict(_setting(item) for item in given["set"])
+    return given
+
+
+def _setting(item: str) -> tuple[str, Any]:
+    name, equals, text = item.partition("=")
+    if not equals or not name:
+        raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
+    try:
+        return name.strip(), ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name.strip(), text
+
+
+def _load(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
+    """The data; a method that scores its proposals gets a public held-out part of it."""
+    from fodp.data import CARDS, load
+    from fodp.methods import find
+    from fodp.models import wants_flat
+
+    words: dict[str, Any] = dict(
+        assume_size=config.get("assume_size"),
+        classes=config.get("classes"),
+        flatten=wants_flat(config["model"]),
+        progress=not options.quiet,
+    )
+    splits = load(config["dataset"], options.data_dir, **words)
+    if not find(config["method"]).proposes or len(splits.validation):
+        return splits
+    if config["dataset"] not in CARDS:
+        raise PrivacyError(
+            f"{config['method']} scores proposals on a public held-out split, which your own data does not have: "
+            "use another method, or fodp.Trainer with public_score"
+        )
+    # A sixth of the data is declared public and held out, and the public card says so.
+    return load(config["dataset"], options.data_dir, train_size=splits.card.train_size * 5 // 6, **words)
+
+
+def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
+    from fodp import _checks
+    from fodp.plan import Plan
+
+    card = splits.card
+    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
+    params = dict(config.get("set", {}))
+    if "lr" in config:
+        params["lr"] = config["lr"]
+    public: dict[str, Any] = dict(
+        sampling_rate=rate,
+        steps=max(1, round(_checks.positive("--epochs", config["epochs"]) / rate)),
+        lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
+        clip_norm=config["clip_norm"],
+        delta=config["delta"],
+        method=config["method"],
+        params=params,
+        accountant=config["accountant"],
+        seed=config.get("seed"),
+    )
+    if config.get("noise_multiplier") is not None:
+        return Plan(noise_multiplier=config["noise_multiplier"], **public)
+    return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    from fodp import _checks
+
+    return _checks.whole(name, value)

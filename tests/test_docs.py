@@ -1,0 +1,66 @@
+"""What the README and the tutorial tell people to type really works."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import fodp
+from fodp.cli.main import main
+from fodp.cli.methods import markdown, method_rows
+from fodp.methods import METHODS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/tutorial.md")
+
+
+@pytest.fixture(autouse=True)
+def table_as_it_was():
+    """Examples may register methods; later tests must not see them."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/methods.md"])
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page, "python")
+    assert found
+    names = {}
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_shell_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page, "sh")
+    assert found
+    for line in "\n".join(found).splitlines():
+        words = shlex.split(line)
+        assert words[0] == "fodp"
+        assert main(words[1:]) == 0, line
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in fodp.__all__:
+        assert getattr(fodp, name) is not None
+        if name != "__version__":
+            assert getattr(fodp, name).__doc__, name
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_methods_page_is_generated_from_the_table():
+    assert (ROOT / "docs/methods.md").read_text() == markdown(method_rows())
