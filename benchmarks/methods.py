@@ -1,4 +1,4 @@
-"""Time per step of every method on the paper's MLP, relative to dp-sgd, interleaved in one run, one thread.
+"""Time per step of every method on the paper's MLP, relative to dp-sgd, in interleaved bursts, one thread.
 
 make bench-methods
 """
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fodp.methods import METHODS
-from step import CLASSES, EXAMPLES, INPUTS, private_step
+from step import BURST, CLASSES, EXAMPLES, INPUTS, burst, private_step
 
 # The paper's table of relative runtimes, where it has the method.
 PAPER = {
@@ -29,44 +29,41 @@ PAPER = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=250, help="interleaved rounds (default 250)")
+    parser.add_argument("--rounds", type=int, default=25, help="rounds of interleaved bursts (default 25)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
-    warm_up = 10
-    steps = options.rounds + warm_up
+    steps = (options.rounds + 1) * BURST
     contenders = {name: private_step(data, name, 0, steps) for name in METHODS}
     contenders["dp-sam per-example"] = private_step(data, "dp-sam", 0, steps, variant="per-example")
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
-    for turn in range(steps):
-        # Whoever follows a heavy step finds cold caches, so the order changes every round.
+    start = time.perf_counter()
+    contenders["dp-is"]()  # its first step reads all the data, as every 250th does
+    refresh = time.perf_counter() - start
+    for turn in range(options.rounds + 1):
         for name, step in order.sample(list(contenders.items()), len(contenders)):
-            start = time.perf_counter()
-            step()
-            if turn >= warm_up or (name == "dp-is" and turn == 0):  # dp-is refreshes at step 0: keep that
-                times[name].append(time.perf_counter() - start)
+            spent = burst(step)
+            if turn:  # the first round is warm-up
+                times[name].append(spent)
     base = times["dp-sgd"]
     rows = []
     for name, spent in times.items():
-        ratios = sorted(mine / other for mine, other in zip(spent[-len(base) :], base, strict=True))
+        extra = refresh / 250 if name == "dp-is" else 0.0
+        ratios = sorted((mine + extra) / other for mine, other in zip(spent, base, strict=True))
         tenth = len(ratios) // 10
         rows.append(
             {
                 "method": name,
-                "milliseconds": 1e3 * statistics.fmean(spent) if name == "dp-is" else 1e3 * statistics.median(spent),
+                "milliseconds": 1e3 * (statistics.median(spent) + extra),
                 "ratio": statistics.median(ratios),
                 "paired_10": ratios[tenth],
                 "paired_90": ratios[-1 - tenth],
                 "paper": PAPER.get(name),
             }
         )
-    refresh = times["dp-is"][0] - statistics.median(times["dp-is"])
-    for row in rows:
-        if row["method"] == "dp-is":  # spread its pass over all the data over the steps between refreshes
-            row["ratio"] += refresh / 250 / statistics.median(base)
     if options.json:
         print(json.dumps(rows))
         return

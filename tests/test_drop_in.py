@@ -14,6 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 import fodp
 from fodp.accounting import Event, Phase
+from fodp.flat import GradientBuffer
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import CommonParams, NoState
 from fodp.training.drop_in import make_private
@@ -95,9 +96,9 @@ def reference(kind, make_optimizer, the_plan, size=60):
     """The same run by `fodp.Run`."""
     model, data = problem(kind, size)
     run = fodp.Run(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, the_plan)
-    optimizer, buffer = make_optimizer(model), run.engine.layout.zeros()
+    optimizer, buffer = make_optimizer(model), GradientBuffer(run.engine.layout)
     for _ in range(the_plan.steps):
-        run.engine.layout.set_gradients(run.take_step(), the_plan.lot_size, buffer)
+        buffer.set(run.take_step(), the_plan.lot_size)
         optimizer.step()
     return flat(model)
 

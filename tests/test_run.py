@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase
+from fodp.flat import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
 
@@ -33,12 +34,12 @@ def plan(**changes):
 def train(model, data, the_plan, **options):
     run = fodp.Run(model, losses, data, the_plan, **options)
     optimizer = the_plan.algorithm.optimizer(model.parameters())
-    buffer = run.engine.layout.zeros()
+    buffer = GradientBuffer(run.engine.layout)
     releases = []
     for _ in range(the_plan.steps):
         released = run.take_step()
         releases.append(released.clone())
-        run.engine.layout.set_gradients(released, the_plan.lot_size, buffer)
+        buffer.set(released, the_plan.lot_size)
         optimizer.step()
     return torch.stack(releases)
 
@@ -89,9 +90,8 @@ def test_an_empty_lot_counts_as_a_step():
 def test_releases_and_gradients_are_never_aliased():
     model, data = problem()
     run = fodp.Run(model, losses, data, plan())
-    layout, buffer = run.engine.layout, run.engine.layout.zeros()
     first = run.take_step()
-    layout.set_gradients(first, 12, buffer)
+    GradientBuffer(run.engine.layout).set(first, 12)
     before = run.state.read().clone()
     for parameter in model.parameters():
         parameter.grad.zero_()  # people clip and zero gradients

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase, rdp_curve
+from fodp.flat import GradientBuffer
 from fodp.memory import noise_floor
 
 statement = pytest.mark.statement
@@ -124,7 +125,7 @@ class Recorded(fodp.Run):
         return self.releases[t] - self.queries[t]
 
     def update(self, release):
-        self.engine.layout.set_gradients(release, self.plan.lot_size, torch.empty_like(release))
+        GradientBuffer(self.engine.layout).set(release, self.plan.lot_size)
         self.optimizer.step()
 
     def train(self, steps=None):

@@ -48,11 +48,20 @@ class Layout:
             for parameter, view in zip(self.parameters, self.views(flat), strict=True):
                 parameter.copy_(view)
 
-    def set_gradients(self, release: Tensor, divisor: float, buffer: Tensor) -> None:
-        """Give every parameter its part of release / divisor as `.grad`.
 
-        The gradients live in `buffer`, never in the release: people clip and zero gradients in place.
-        """
-        torch.mul(release, 1 / divisor, out=buffer)
-        for parameter, view in zip(self.parameters, self.views(buffer), strict=True):
-            parameter.grad = view.to(parameter.dtype)
+class GradientBuffer:
+    """The `.grad` of every parameter, in one buffer of its own.
+
+    Never aliased with a release: people clip and zero gradients in place.
+    """
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._buffer = layout.zeros()
+        self._views = layout.views(self._buffer)
+
+    def set(self, release: Tensor, divisor: float) -> None:
+        """Give every parameter its part of release / divisor."""
+        torch.mul(release, 1 / divisor, out=self._buffer)
+        for parameter, view in zip(self._layout.parameters, self._views, strict=True):
+            parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)

@@ -183,8 +183,7 @@ class FractionalMemory(WindowMemory):
             self._trend.lerp_(release, self.gamma)
         # One Gram row per step: the trend against every remembered release, and itself.
         ring, squares = self._ring[: self.filled], self._squares[: self.filled]
-        self._trend_square = _inner(self._trend[None], self._trend)[0]
-        squares[row] = _inner(release[None], release)[0]
+        self._trend_square, squares[row] = _square(self._trend), _square(release)
         apart = squares - 2 * _inner(ring, self._trend) + self._trend_square
         close = apart < _CANCELS * (squares + self._trend_square)
         if close.any():  # under noise only in the first few steps, or when γ is near one
@@ -238,6 +237,11 @@ def _inner(rows: Tensor, vector: Tensor) -> Tensor:
     starts = range(0, len(vector), _BLOCK)
     parts = torch.stack([torch.mv(rows[:, i : i + _BLOCK], vector[i : i + _BLOCK]) for i in starts])
     return parts.cpu().double().sum(0)
+
+
+def _square(vector: Tensor) -> Tensor:
+    """‖vector‖², summed over blocks in float64."""
+    return torch.stack([torch.dot(part, part) for part in vector.split(_BLOCK)]).cpu().double().sum()
 
 
 def _squared_distances(rows: Tensor, vector: Tensor) -> Tensor:

@@ -72,8 +72,7 @@ class Engine:
         self._shared: set[tuple[int, int]] = set()  # inputs of modules without a rule that hold no examples
         # Harmless in evaluation mode only; model.train() may come any time.
         self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
-        half = any(p.dtype not in (torch.float32, torch.float64) for p in self.layout.parameters)
-        self._tolerance = _SELF_CHECK_TOLERANCE_HALF if half else _SELF_CHECK_TOLERANCE
+        self._tolerance = _SELF_CHECK_TOLERANCE
         self._loop = method == "loop"
         self._checked = False
 
@@ -180,6 +179,8 @@ class Engine:
             call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
             for index, tensor in enumerate(fallback._tensors(out)):
                 if tensor.requires_grad:
+                    if tensor.dtype not in (torch.float32, torch.float64):  # a half-precision model or autocast
+                        self._tolerance = _SELF_CHECK_TOLERANCE_HALF
                     # The edge stays the gradient of this very output, whatever is done to it in place later.
                     call.edges.append((index, get_gradient_edge(_origin(module, tensor))))
                     call.shapes.append(tensor.shape)

@@ -3,6 +3,7 @@
 Each answer is a `Query`: a sum over the lot that knows how much one example can change it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -63,10 +64,13 @@ class Gradients:
         total = self.engine.layout.zeros()
         accumulate = False
         for part in self._passes():
-            weights = torch.ones_like(part.norms) if weight is None else _by_norm(weight, part.norms, 0.0)
             # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
             limit = bound / part.norms.clamp(min=torch.finfo(part.norms.dtype).tiny ** 0.25)
-            part.add_weighted(total, weights.clamp(-limit, limit), accumulate)
+            if weight is None:
+                weights = limit.clamp_(max=1.0)
+            else:
+                weights = _by_norm(weight, part.norms, 0.0).clamp(-limit, limit)
+            part.add_weighted(total, weights, accumulate)
             accumulate = True
         return Query(total, bound, self.lot)
 
@@ -86,7 +90,7 @@ class Gradients:
         total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
         for part in self._passes():
             fractions = _by_norm(fraction, part.norms, 0.5).clamp(0, 1)
-            total = total + (fractions - 0.5).where(part.finite, total.new_zeros(())).sum()
+            total = total + part.of_finite(fractions - 0.5).sum()
         return Query(total, 0.5, self.lot)
 
     def scaled(self, blocks: Sequence[float]) -> "Gradients":
@@ -149,7 +153,7 @@ class _Pass:
     norms: Tensor
     pieces: list[tuple[Use, int | None]]  # a use and its parameter's place; None: the whole flat vector
     blocks: tuple[float, ...]
-    finite: Tensor
+    finite: Tensor | None  # which examples are, None if all
     complete: bool
 
     @staticmethod
@@ -176,16 +180,21 @@ class _Pass:
         blocks: tuple[float, ...],
         complete: bool,
     ) -> "_Pass":
-        finite = norms.isfinite()
         # Asking "are all finite?" makes an accelerator wait, so there the mask is always applied.
-        if norms.device.type != "cpu" or not finite.all():
-            pieces = [(use.masked(finite), i) for use, i in pieces]
-            norms = norms.where(finite, norms.new_zeros(()))
+        if norms.device.type == "cpu" and math.isfinite(norms.sum().item()):
+            return _Pass(engine, norms, pieces, blocks, None, complete)
+        finite = norms.isfinite()
+        pieces = [(use.masked(finite), i) for use, i in pieces]
+        norms = norms.where(finite, norms.new_zeros(()))
         return _Pass(engine, norms, pieces, blocks, finite, complete)
+
+    def of_finite(self, values: Tensor) -> Tensor:
+        """Zero for every example whose gradient is not finite."""
+        return values if self.finite is None else values.where(self.finite, values.new_zeros(()))
 
     def add_weighted(self, flat: Tensor, weights: Tensor, accumulate: bool) -> None:
         """Write Σ w_i·b·g_i into the flat vector, or add it there."""
-        weights = weights.where(self.finite, weights.new_zeros(()))
+        weights = self.of_finite(weights)
         views = self.engine.layout.views(flat)
         for use, i in self.pieces:
             if i is None:

@@ -16,6 +16,7 @@ from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
+from fodp.flat import GradientBuffer
 from fodp.plan import Plan
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
@@ -227,7 +228,7 @@ class _LoopRun(Run):
         released = self.take_step()
         self.engine.start(None)
         # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
-        self.engine.layout.set_gradients(released, self.plan.lot_size, torch.empty_like(released))
+        GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
         self.method.tune(self._optimizer, self, self.state)
 
     def _refuse_changes(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from fodp import _checks, accounting
 from fodp._checks import PrivacyError
 from fodp.clipping.engine import LossFunction
+from fodp.flat import GradientBuffer
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.run import Augment, Run
@@ -100,7 +101,7 @@ class Trainer:
         self._reserved = 0
         self._step_seconds = 0.0
         self.between_steps = True  # False while a step is under way: no state worth saving then
-        self._gradients = self.run.engine.layout.zeros()
+        self._gradients = GradientBuffer(self.run.engine.layout)
         self._curve: dict[int, float] = {}
 
     @property
@@ -134,7 +135,7 @@ class Trainer:
         self.interrupted = False
         self._call("on_start")
         try:
-            with self._orderly_interrupt():
+            with self._orderly_interrupt(), self._own_randomness():
                 while self.step < self.last_step and not self.interrupted:
                     self._one_step()
                     self._call("on_step")
@@ -153,9 +154,9 @@ class Trainer:
         self._reserve()
         self.between_steps = False
         started = time.perf_counter()
-        with self._model_randomness():
-            release = self.run.take_step()
-        self.run.engine.layout.set_gradients(release, self.plan.lot_size, self._gradients)
+        self._seed_model_randomness()
+        release = self.run.take_step()
+        self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
         method.tune(self.optimizer, self.run, state)
         before = (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.proposes else None
@@ -182,18 +183,23 @@ class Trainer:
             self.ledger.settle(self._run_id, self.step)
         self._reserved = self.step
 
+    def _seed_model_randomness(self) -> None:
+        """In seeded mode dropout and augmentation draw from a stream of their own, the same after a resume."""
+        if self.plan.seed is None:
+            return
+        seed = self.run.streams.torch_seed(self.step, "model")
+        # torch.manual_seed would also queue a call, with its stack trace, for devices that are not in use.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+
     @contextmanager
-    def _model_randomness(self) -> Iterator[None]:
-        """In seeded mode dropout and augmentation draw from their own stream; the caller's stays as it was."""
+    def _own_randomness(self) -> Iterator[None]:
+        """Afterwards the caller's random state is as it was."""
         if self.plan.seed is None:
             yield
             return
-        seed = self.run.streams.torch_seed(self.step, "model")
         with torch.random.fork_rng() if torch.cuda.is_initialized() else torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would also queue a call, with its stack trace, for devices that are not in use.
-            torch.default_generator.manual_seed(seed)
-            if torch.cuda.is_initialized():
-                torch.cuda.manual_seed_all(seed)
             yield
 
     @contextmanager
