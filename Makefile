@@ -3,12 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check format lint types bench bench-methods clean
+.PHONY: demo test test-all check format lint types bench bench-methods clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
 
 test: $(INSTALLED)  ## create the environment and run the tests
+	$(BIN)/python -m pytest -n auto
+
+test-all: $(INSTALLED)  ## the tests, with the optional extras installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard]"
 	$(BIN)/python -m pytest -n auto
 
 check: lint types test  ## format, lint, types and tests: before every commit

@@ -391,6 +391,20 @@ def test_dropout_and_several_epochs_learn_something():
     assert scored.metrics["accuracy"] > 0.8
 
 
+def test_tensorboard_gets_epsilon_and_scores(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the tensorboard extra: make test-all")
+    from fodp.training.callbacks import TensorBoard
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scored = trainer(callbacks=[Evaluate(data(40)), TensorBoard(tmp_path)])
+    scored.fit()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"epsilon", "accuracy", "loss", "best_accuracy"}
+    last = events.Scalars("epsilon")[-1]
+    assert last.step == 24
+    assert last.value == pytest.approx(plan().epsilon(), rel=1e-5)
+
+
 def test_tensorboard_is_optional(tmp_path):
     """Without the package the message names it; with it, scalars are written."""
     code = (

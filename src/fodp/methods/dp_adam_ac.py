@@ -54,7 +54,8 @@ class DPAdamAC(DPAdamW):
     """One joint event (q, z): the clipped sum and a centred noisy count of unclipped examples.
 
     As published the method has no valid ε: it moves the clip norm and the learning rate by raw norms of private
-    gradients, and clips sums of micro-batches. Here both follow the released count alone. The published method
+    gradients, and clips sums of micro-batches. Here both follow the released count alone: this private form is
+    a reconstruction of ours, its constants are from a third party's implementation. The published method
     also evaluates an average of the iterates; use `WeightAverage` for that, with any method.
     """
 

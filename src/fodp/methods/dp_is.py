@@ -45,6 +45,9 @@ class DPIS(DPSGD):
 
     The event's rate is the cap, not b/N: the differing example may be drawn with probability up to q_t. The
     rejection is done inside the query; the bound K̃/b holds for every outcome of it.
+
+    A reconstruction: the paper's body and code could not be read; idea and citation are theirs, this
+    pseudo-code, its constants and its accounting are ours.
     """
 
     name = "dp-is"
