@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients, uses
 from fodp.clipping.rules import RULES
 from fodp.clipping.uses import Dense, Outer, Rows, merged, square_sums
-from models_for_tests import LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
+from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
 
 COUNT = 5
 # Relative to the clip norm. float32 sums differ by their roundings, and by the allowance for them.
@@ -291,6 +291,22 @@ def test_half_precision_models_give_float32_sums(name: str, dtype: torch.dtype) 
     found = fast_sum(model, x, clip_norm)
     assert found.dtype == torch.float32
     assert (found.double() - clipped(truth, clip_norm).sum(0)).norm() <= 0.02 * clip_norm
+
+
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("name", ["mlp", "residual", "text-cnn", "convolution-called-twice", "own-layer"])
+def test_autocast_in_the_loss_keeps_the_fast_path(name: str) -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return probe(model, batch).float()
+
+    model, x = build(FAST, name, COUNT, torch.float32)
+    truth = gradients_by_hand(model, loss_fn, x)
+    clip_norm = clip_norm_for(truth)
+    engine = Engine(model, loss_fn)
+    found = Gradients(engine, x).clipped_sum(clip_norm).value
+    assert not engine._loop
+    assert (found - clipped(truth, clip_norm).sum(0)).norm() <= 0.02 * clip_norm
 
 
 @pytest.mark.rule(4)

@@ -42,7 +42,7 @@ def plan(**changes):
         (dict(delta=1.0), "delta"),
         (dict(method="sgd"), "method must be one of"),
         (dict(accountant="moments"), "accountant must be one of"),
-        (dict(params=dict(betta=0.9)), "no parameter 'betta'; it knows beta"),
+        (dict(params=dict(betta=0.9)), "no parameter 'betta'; it knows"),
         (dict(params=dict(beta=0.0)), "beta"),
         (dict(params=dict(beta=1.01)), "beta"),
         (dict(params=dict(window=0)), "window"),

@@ -393,8 +393,9 @@ def test_dropout_and_several_epochs_learn_something():
 
 def test_tensorboard_gets_epsilon_and_scores(tmp_path):
     pytest.importorskip("tensorboard", reason="needs the tensorboard extra: make test-all")
-    from fodp.training.callbacks import TensorBoard
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from fodp.training.callbacks import TensorBoard
 
     scored = trainer(callbacks=[Evaluate(data(40)), TensorBoard(tmp_path)])
     scored.fit()
