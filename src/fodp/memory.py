@@ -8,6 +8,8 @@ query structure"). A window K counts the present step: it looks back at lags 1 t
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from fodp._checks import PrivacyError
 # Inner products run in float32 over blocks of this many entries and are added up in float64:
 # exact enough for the scores at the speed of one pass through memory.
 _BLOCK = 1 << 16
+
+# The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
+Floats = npt.NDArray[np.float64]
 
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
@@ -49,6 +54,9 @@ class WindowMemory:
     @property
     def weights(self) -> Tensor:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
+        return torch.from_numpy(self._by_lag())
+
+    def _by_lag(self) -> Floats:
         raise NotImplementedError
 
     def read(self, out: Tensor | None = None) -> Tensor | None:
@@ -58,9 +66,9 @@ class WindowMemory:
         """
         if self._ring is None or self.filled == 0:
             return None
-        by_row = torch.empty(self.filled, dtype=self._ring.dtype, device=self._ring.device)
-        by_row[self._rows()] = self.weights.to(by_row)
-        return torch.mv(self._ring[: self.filled].t(), by_row, out=out)
+        by_row = np.empty(self.filled)
+        by_row[self._rows()] = self._by_lag()
+        return torch.mv(self._ring[: self.filled].t(), torch.from_numpy(by_row).to(self._ring), out=out)
 
     def write(self, release: Tensor) -> None:
         """Remember a release (a copy of it) and forget the oldest beyond the window."""
@@ -100,10 +108,8 @@ class UniformMemory(WindowMemory):
     def __init__(self, window: int = 8):
         super().__init__(window)
 
-    @property
-    def weights(self) -> Tensor:
-        """1/(K_t-1) for every lag."""
-        return _normalised(torch.ones(self.filled, dtype=torch.float64))
+    def _by_lag(self) -> Floats:
+        return np.full(self.filled, 1 / max(1, self.filled))
 
 
 class ExponentialMemory(WindowMemory):
@@ -117,10 +123,9 @@ class ExponentialMemory(WindowMemory):
         super().__init__(window)
         self.decay = _checks.open_fraction("decay", decay)
 
-    @property
-    def weights(self) -> Tensor:
-        """decay^(j-1), normalised."""
-        return _normalised(self.decay ** torch.arange(self.filled, dtype=torch.float64))
+    def _by_lag(self) -> Floats:
+        kernel: Floats = self.decay ** np.arange(self.filled, dtype=np.float64)
+        return kernel / kernel.sum() if self.filled else kernel
 
 
 class FractionalMemory(WindowMemory):
@@ -161,14 +166,13 @@ class FractionalMemory(WindowMemory):
         self.kappa = _checks.positive("kappa", kappa)
         self.zeta = _checks.positive("zeta", zeta)
         self.eps = _checks.positive("eps", eps)
-        lags = torch.arange(1, self.window, dtype=torch.float64)
-        self._lags = lags
-        self._log_power_law = (self.alpha - 1) * torch.log(lags + 1) - self.lam * lags
+        self._lags = np.arange(1, self.window, dtype=np.float64)
+        self._log_power_law: Floats = (self.alpha - 1) * np.log(self._lags + 1) - self.lam * self._lags
         self._trend: Tensor | None = None  # the EMA of all releases, also those beyond the window
         # Inner products that give every score without another pass over the ring, by ring row:
-        self._squares: Tensor = torch.zeros(self.window - 1, dtype=torch.float64)  # ‖s̃‖²
-        self._distances: Tensor = torch.zeros(self.window - 1, dtype=torch.float64)  # ‖s̃ - EMA‖
-        self._trend_square: Tensor = torch.zeros((), dtype=torch.float64)  # ‖EMA‖²
+        self._squares: Floats = np.zeros(self.window - 1)  # ‖s̃‖²
+        self._distances: Floats = np.zeros(self.window - 1)  # ‖s̃ - EMA‖
+        self._trend_square = 0.0  # ‖EMA‖²
 
     def write(self, release: Tensor) -> None:
         """Remember a release and follow the trend: EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA."""
@@ -187,65 +191,71 @@ class FractionalMemory(WindowMemory):
         apart = squares - 2 * _inner(ring, self._trend) + self._trend_square
         close = apart < _CANCELS * (squares + self._trend_square)
         if close.any():  # under noise only in the first few steps, or when γ is near one
-            apart[close] = _squared_distances(ring[close.to(ring.device)], self._trend)
-        self._distances[: self.filled] = apart.sqrt()
+            apart[close] = _squared_distances(ring[torch.from_numpy(close).to(ring.device)], self._trend)
+        self._distances[: self.filled] = np.sqrt(apart)
 
     @property
     def inconsistency(self) -> Tensor:
         """ν_j for the lags that can be looked back at."""
-        return self._distances[self._rows()] / (self._trend_square.sqrt().clamp(min=self.kappa) + self.eps)
+        return torch.from_numpy(self._inconsistency())
+
+    def _inconsistency(self) -> Floats:
+        return self._distances[self._rows()] / (max(math.sqrt(self._trend_square), self.kappa) + self.eps)
 
     @property
     def confidence(self) -> Tensor:
         """χ_t: near one when the trend is long compared with ζ."""
-        norm = self._trend_square.sqrt()
+        return torch.tensor(self._confidence(), dtype=torch.float64)
+
+    def _confidence(self) -> float:
+        norm = math.sqrt(self._trend_square)
         return norm / (norm + self.zeta)
 
-    @property
-    def weights(self) -> Tensor:
-        """The normalised confidence-aware fractional kernel by lag."""
+    def _by_lag(self) -> Floats:
         log_kernel = self._log_power_law[: self.filled]
-        if self.tau > 0 and self.filled:
-            log_kernel = log_kernel - self.confidence * self.tau * self.inconsistency * self._lags[: self.filled]
-        # Normalises without under- or overflow; a tempering beyond all floats must not leave inf - inf.
-        return torch.softmax(log_kernel.clamp(min=torch.finfo(log_kernel.dtype).min), 0)
+        if not self.filled:
+            return log_kernel.copy()
+        if self.tau > 0:
+            with np.errstate(over="ignore"):  # a tempering beyond all floats is a weight of zero
+                log_kernel = (
+                    log_kernel - self._confidence() * self.tau * self._inconsistency() * self._lags[: self.filled]
+                )
+            log_kernel = np.maximum(log_kernel, -np.finfo(np.float64).max)
+        kernel: Floats = np.exp(log_kernel - log_kernel.max())  # the largest is one: no under- or overflow of the sum
+        return kernel / kernel.sum()
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
         return super().state_dict() | {
             "trend": None if self._trend is None else self._trend.clone(),
-            "squares": self._squares.clone(),
-            "distances": self._distances.clone(),
-            "trend_square": self._trend_square.clone(),
+            "squares": torch.from_numpy(self._squares.copy()),
+            "distances": torch.from_numpy(self._distances.copy()),
+            "trend_square": self._trend_square,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
         self._trend = None if state["trend"] is None else state["trend"].clone()
-        self._squares = state["squares"].clone()
-        self._distances = state["distances"].clone()
-        self._trend_square = state["trend_square"].clone()
+        self._squares = state["squares"].numpy().copy()
+        self._distances = state["distances"].numpy().copy()
+        self._trend_square = float(state["trend_square"])
 
 
-def _normalised(kernel: Tensor) -> Tensor:
-    return kernel / kernel.sum() if kernel.numel() else kernel
-
-
-def _inner(rows: Tensor, vector: Tensor) -> Tensor:
+def _inner(rows: Tensor, vector: Tensor) -> Floats:
     """⟨row, vector⟩ of every row, summed over blocks in float64."""
     starts = range(0, len(vector), _BLOCK)
     parts = torch.stack([torch.mv(rows[:, i : i + _BLOCK], vector[i : i + _BLOCK]) for i in starts])
-    return parts.cpu().double().sum(0)
+    return parts.cpu().numpy().sum(0, dtype=np.float64)
 
 
-def _square(vector: Tensor) -> Tensor:
+def _square(vector: Tensor) -> float:
     """‖vector‖², summed over blocks in float64."""
-    return torch.stack([torch.dot(part, part) for part in vector.split(_BLOCK)]).cpu().double().sum()
+    return math.fsum(torch.stack([torch.dot(part, part) for part in vector.split(_BLOCK)]).tolist())
 
 
-def _squared_distances(rows: Tensor, vector: Tensor) -> Tensor:
+def _squared_distances(rows: Tensor, vector: Tensor) -> Floats:
     """‖row - vector‖² of every row: subtracted first, so that nothing cancels; blocks as in `_inner`."""
     starts = range(0, len(vector), _BLOCK)
     parts = [(rows[:, i : i + _BLOCK] - vector[i : i + _BLOCK]).square_().sum(1) for i in starts]
-    return torch.stack(parts).cpu().double().sum(0)
+    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
