@@ -59,6 +59,10 @@ class Query:
 
     __radd__ = __add__
 
+    def plus(self, released: Tensor, factor: float) -> "Query":
+        """The query + factor·released, as `query + factor * released` but without making the product first."""
+        return self._with((*self._terms, (_checks.number("a factor", factor), released)), self.bound)
+
     def noise_multiplier(self, std: float) -> float:
         """Noise in units of sensitivity: what the accountant needs to know."""
         return std / self.bound
@@ -136,7 +140,7 @@ class GaussianMechanism:
         query = self.beta * Query(clipped_sum, self.clip_norm)
         u = None if self.memory is None else self.memory.read()
         if u is not None:
-            query = query + (1 - self.beta) * u
+            query = query.plus(u, 1 - self.beta)
         released = release(query, self.noise_multiplier * self.clip_norm, self._noise, self._step, "noise")
         self._step += 1
         if self.memory is not None:

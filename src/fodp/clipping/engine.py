@@ -300,6 +300,10 @@ def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 def batch_size(batch: Batch) -> int:
     """How many rows a batch has: the common first dimension of its tensors."""
+    if type(batch) is tuple and all(type(part) is Tensor and part.dim() for part in batch):
+        usual = {part.shape[0] for part in batch}  # without the recursion
+        if len(usual) == 1:
+            return usual.pop()
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _batch_tensors(batch)}
     if len(sizes) != 1 or None in sizes:
         raise PrivacyError("a batch is tensors (or a tuple, list or dict of them) with examples in the first dimension")
