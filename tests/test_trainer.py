@@ -103,6 +103,17 @@ def test_a_secure_run_that_lost_steps_ends_early_and_says_so(tmp_path):
 
 
 @pytest.mark.rule(11)
+def test_a_secure_run_does_not_resume_without_its_ledger(tmp_path):
+    """Only the ledger knows what was released after the checkpoint was written."""
+    first = trainer(the_plan=plan(seed=None), ledger=Ledger(tmp_path / "one.sqlite"), callbacks=[StopAt(10)])
+    first.fit()
+    first.save(tmp_path / "c.pt")
+    for ledger in (None, Ledger(tmp_path / "another.sqlite")):
+        with pytest.raises(fodp.PrivacyError, match="only with its ledger"):
+            trainer(the_plan=plan(seed=None), ledger=ledger).resume(tmp_path / "c.pt")
+
+
+@pytest.mark.rule(11)
 def test_a_seeded_replay_is_not_charged_twice(tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
     first = trainer(ledger=ledger, callbacks=[StopAt(10)])
@@ -172,6 +183,7 @@ class TestCheckpointFiles:
         with pytest.raises(fodp.PrivacyError, match="damaged"):
             trainer().resume(path)
 
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
     def test_code_is_not_executed(self, tmp_path):
         class Evil:
             def __reduce__(self):

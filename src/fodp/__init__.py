@@ -12,6 +12,7 @@ _HOME = {
     "Plan": "fodp.plan",
     "Run": "fodp.run",
     "Trainer": "fodp.training.trainer",
+    "Ledger": "fodp.ledger",
     "make_private": "fodp.training.drop_in",
     "clipped_sum": "fodp.clipping",
     "check": "fodp.clipping",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fodp.accounting import epsilon as epsilon
     from fodp.clipping import check as check
     from fodp.clipping import clipped_sum as clipped_sum
+    from fodp.ledger import Ledger as Ledger
     from fodp.mechanism import GaussianMechanism as GaussianMechanism
     from fodp.mechanism import Query as Query
     from fodp.memory import ExponentialMemory as ExponentialMemory

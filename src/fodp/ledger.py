@@ -41,12 +41,12 @@ class Ledger:
         """The run has stopped in an orderly way and used exactly its first `steps` steps."""
         self._write(run, steps, settled=True)
 
-    def steps(self, run: str) -> int:
-        """How many steps of the run count as used."""
+    def steps(self, run: str) -> int | None:
+        """How many steps of the run count as used; None if it never reserved any here."""
         row = self._connection.execute(
             "SELECT steps FROM spans WHERE run = ? ORDER BY id DESC LIMIT 1", (run,)
         ).fetchone()
-        return 0 if row is None else int(row[0])
+        return None if row is None else int(row[0])
 
     def close(self) -> None:
         """Close the file."""

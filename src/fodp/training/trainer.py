@@ -133,6 +133,8 @@ class Trainer:
         breaks off at once.
         """
         self.interrupted = False
+        if self.ledger is not None:
+            self.ledger.reserve(self._run_id, self.step)  # from now on the ledger knows this run
         self._call("on_start")
         try:
             with self._orderly_interrupt(), self._own_randomness():
@@ -245,7 +247,7 @@ class Trainer:
 
         Seeded: the same releases are repeated bit for bit from there on, and are not charged twice.
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
-        stay charged, so the run ends that much earlier (`lost_steps`).
+        stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
         """
         saved = checkpoint.load(Path(path))
         self._refuse_other_plan(saved["plan"])
@@ -263,11 +265,21 @@ class Trainer:
         self.metrics = dict(saved["metrics"])
         self._run_id = str(saved["run"])
         self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
-        if self.plan.seed is None and self.ledger is not None:
-            used = self.ledger.steps(self._run_id)
+        if self.plan.seed is None and self.run.step < self.plan.steps:
+            used = self._used_by_ledger()
             self.lost_steps += max(0, used - self.run.step)
             self.run.step = max(used, self.run.step)
         self._reserved = self.run.step
+
+    def _used_by_ledger(self) -> int:
+        """A checkpoint alone cannot know what was released after it was written."""
+        used = None if self.ledger is None else self.ledger.steps(self._run_id)
+        if used is None:
+            raise PrivacyError(
+                "a secure run goes on only with its ledger, which knows the steps used after this checkpoint: "
+                "train and resume with ledger=fodp.Ledger(file), or use a seed for research"
+            )
+        return used
 
     def _refuse_other_plan(self, saved: dict[str, Any]) -> None:
         mine = {**self.plan.to_dict(), "params": dict(self.plan.params)}
