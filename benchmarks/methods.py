@@ -29,7 +29,7 @@ PAPER = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25, help="rounds of interleaved bursts (default 25)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts (default 8)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     options = parser.parse_args()
     torch.set_num_threads(1)

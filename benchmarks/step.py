@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import fodp
 
 INPUTS, CLASSES, EXAMPLES, LOT = 3072, 10, 5000, 200
-BURST = 8  # steps in a row before the next contender's turn
+BURST = 30  # steps in a row before the next contender: training runs in a steady state
 
 
 def paper_mlp() -> nn.Module:
@@ -79,7 +79,7 @@ def burst(step: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of interleaved bursts (default 40)")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of interleaved bursts (default 12)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     options = parser.parse_args()
     torch.set_num_threads(1)
