@@ -22,7 +22,7 @@ class Filter(Protocol):
     """Turns the newest release into what the optimizer gets."""
 
     def __call__(self, release: Tensor) -> Tensor:
-        """The filtered release; never the release itself, which others may keep."""
+        """The filtered release; the release itself stays as it is."""
 
     def noise_gain(self) -> float:
         """Variance of the filtered noise over that of a release (Σ h², in the long run)."""

@@ -59,13 +59,16 @@ class Run:
         std = plan.noise_multiplier * plan.clip_norm
         self.filter: Filter = self.method.params.make_filter(std, self.engine.layout.size)
         self.adaptive_clip: AdaptiveClip | None = self.method.params.make_clip(plan)
+        if self.adaptive_clip is not None:
+            for phase in plan.events():
+                self.adaptive_clip.rest(phase.events[-1].noise_multiplier)  # refuses a count that takes everything
         self._begin()
 
     def _begin(self) -> None:
         self._lots: list[Lot] = []
         self._asked: dict[int, Gradients] = {}  # the last gradients asked of each lot
         self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
-        self._releases = 0
+        self._releases: dict[int, int] = {}  # how many each lot has made
         self._count: Tensor | None = None  # the released count that will move the clip norm
         self._noise_std = 0.0
 
@@ -90,6 +93,8 @@ class Run:
 
     def draw(self, rate: float | None = None, name: str = "") -> Lot:
         """A fresh Poisson lot of the declared rate; `name` keeps the lots of one step apart."""
+        if name and not name.isalnum():
+            raise PrivacyError(f"the name of a lot is letters and digits, got {name!r}")
         stream = f"mask{name}"
         if any(lot.name == stream for lot in self._lots):
             raise PrivacyError(f"this step has drawn a lot {name!r} already: give the second one another name")
@@ -118,7 +123,7 @@ class Run:
             raise PrivacyError("this query was not computed from the lot it is released for")
         multiplier = query.noise_multiplier(std)
         clip = self.adaptive_clip
-        if clip is not None and self._count is None and place in self._asked:
+        if clip is not None and self._count is None and place == len(self._promised()) - 1 and place in self._asked:
             # The count and the sum share what the sum alone would have cost.
             rest = clip.rest(multiplier)
             count = self._asked[place].count(lambda norms: norms <= clip.clip_norm)
@@ -127,8 +132,9 @@ class Run:
             multiplier, std = rest, std * rest / multiplier
         self._charge(place, multiplier)
         self._noise_std = std
-        name = lot.name.replace("mask", "noise", 1) + (f".{self._releases}" if self._releases else "")
-        self._releases += 1
+        earlier = self._releases.get(place, 0)
+        self._releases[place] = earlier + 1
+        name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
         return release(query, std, self.streams, self.step, name)
 
     def _charge(self, place: int, multiplier: float) -> None:
@@ -156,7 +162,7 @@ class Run:
 
     def uniform(self, count: int, name: str) -> Tensor:
         """Uniform numbers in [0, 1) from the run's own stream."""
-        words = self.streams.words(count, self.step, name)
+        words = self.streams.words(count, self.step, f"uniform.{name}")  # never a lot's own words
         return torch.from_numpy((words >> 11) * 2.0**-53).to(self.engine.layout.device)
 
     def public_score(self) -> float:

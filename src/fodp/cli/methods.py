@@ -98,6 +98,7 @@ from dataclasses import dataclass
 from fodp.accounting import Event, Phase
 from fodp.methods import CommonParams, Method, register
 
+
 @register
 class SignSGD(Method):
     \"\"\"The sign of a DP-SGD release: post-processing, so one event (q, σ).\"\"\"

@@ -184,11 +184,17 @@ class Method:
     cost: ClassVar[str] = "one gradient"
     advice: ClassVar[str] = ""
     reconstruction: ClassVar[str] = ""  # what is not from the paper's own text or code, if anything
+    colours_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
     insists: ClassVar[bool] = False  # True: the optimizer is the method, no other may take its releases
     proposes: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     Params: ClassVar[type[CommonParams]] = CommonParams
 
     def __init__(self, params: Any):
+        if self.colours_noise and params.filter != "none" and params.update in ("adambc", "adamwbc"):
+            raise PrivacyError(
+                f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
+                "leave out the filter, or use another update"
+            )
         self.params = params
 
     @classmethod

@@ -39,6 +39,7 @@ class DiSK(DPSGD):
     reference = "Zhang et al., DiSK, ICLR 2025"
     cost = "two gradients (one if γ = (1-κ)/κ)"
     advice = "The nearest relative of FO-DP-SGD with a model of how gradients move."
+    colours_noise = True
     Params = DiSKParams
 
     def init(self, plan: "Plan", size: int) -> Vectors:

@@ -69,6 +69,7 @@ class FODPSGD(Method):
     reference = "Partohaghighi & Marcia, Deep Learning under Fractional-Order Differential Privacy"
     noise_meaning = "the paper's σ: noise std over C; the event's multiplier is σ/β"
     advice = "To study the paper's method; at equal ε it is DP-SGD with a low-pass filter."
+    colours_noise = True
     Params: ClassVar[type[CommonParams]] = FODPSGDParams
 
     def events(self, plan: "Plan") -> tuple[Phase, ...]:

@@ -32,6 +32,7 @@ class PostFM(DPSGD):
     summary = "Fractional memory after the standard release (the paper's comparison)."
     reference = "Partohaghighi & Marcia, eqs. post_fm_memory_results to post_fm_parameter_update_results"
     advice = "To separate where memory acts from how much noise there is."
+    colours_noise = True
     Params = PostFMParams
 
     def init(self, plan: "Plan", size: int) -> MemoryAfterRelease:

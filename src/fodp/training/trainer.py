@@ -75,6 +75,8 @@ class Trainer:
         public_score: Callable[[], float] | None = None,
     ):
         self.model, self.plan = model, plan
+        if plan.algorithm.proposes and public_score is None:
+            raise PrivacyError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
         self.run = Run(
             model,
             loss_fn,
