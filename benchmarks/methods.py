@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
-    steps = (options.rounds + 1) * BURST
+    steps = (options.rounds + 1) * BURST + 1
     contenders = {name: private_step(data, name, 0, steps) for name in METHODS}
     contenders["dp-sam per-example"] = private_step(data, "dp-sam", 0, steps, variant="per-example")
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -45,7 +45,7 @@ def main() -> None:
     refresh = time.perf_counter() - start
     for turn in range(options.rounds + 1):
         for name, step in order.sample(list(contenders.items()), len(contenders)):
-            spent = burst(step)
+            spent = burst(step, 2 if name == "dp-sam per-example" else BURST)
             if turn:  # the first round is warm-up
                 times[name].append(spent)
     base = times["dp-sgd"]

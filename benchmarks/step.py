@@ -67,10 +67,10 @@ def private_step(
     return trainer._one_step
 
 
-def burst(step: Callable[[], None]) -> float:
+def burst(step: Callable[[], None], count: int = BURST) -> float:
     """Median time of some steps in a row: training runs with warm caches, other contenders' leftovers are not its."""
     spent = []
-    for _ in range(BURST):
+    for _ in range(count):
         start = time.perf_counter()
         step()
         spent.append(time.perf_counter() - start)
