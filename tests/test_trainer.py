@@ -211,6 +211,14 @@ class TestCheckpointFiles:
         with pytest.raises(fodp.PrivacyError, match="another model"):
             trainer(nn.Linear(6, 2)).resume(path)
 
+    def test_of_another_choice_of_scheduler(self, tmp_path):
+        path = self.saved(tmp_path)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        with pytest.raises(fodp.PrivacyError, match="scheduler"):
+            trainer(model, optimizer=optimizer, scheduler=scheduler).resume(path)
+
     def test_a_failed_write_leaves_the_old_one(self, tmp_path, monkeypatch):
         path = self.saved(tmp_path)
         before = path.read_bytes()
@@ -347,6 +355,17 @@ class TestAverages:
         trainer(callbacks=[whole]).fit()
         first = WeightAverage(decay=0.9)
         trainer(callbacks=[first, StopAt(9), Checkpoint(tmp_path / "c.pt")]).fit()
+        second = WeightAverage(decay=0.9)
+        resumed = trainer(callbacks=[second])
+        resumed.resume(tmp_path / "c.pt")
+        resumed.fit()
+        assert torch.equal(weights(second.model), weights(whole.model))
+
+    def test_another_choice_of_callbacks_on_resuming_mixes_nothing_up(self, tmp_path):
+        whole = WeightAverage(decay=0.9)
+        trainer(callbacks=[whole]).fit()
+        first = [Evaluate(data(40)), CSVLog(tmp_path / "m.csv"), WeightAverage(decay=0.9)]
+        trainer(callbacks=[*first, StopAt(9), Checkpoint(tmp_path / "c.pt")]).fit()
         second = WeightAverage(decay=0.9)
         resumed = trainer(callbacks=[second])
         resumed.resume(tmp_path / "c.pt")

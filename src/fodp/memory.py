@@ -237,8 +237,8 @@ class FractionalMemory(WindowMemory):
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
         self._trend = None if state["trend"] is None else state["trend"].clone()
-        self._squares = state["squares"].numpy().copy()
-        self._distances = state["distances"].numpy().copy()
+        self._squares = state["squares"].cpu().numpy().copy()
+        self._distances = state["distances"].cpu().numpy().copy()
         self._trend_square = float(state["trend_square"])
 
 

@@ -27,10 +27,10 @@ def save(path: Path, content: dict[str, Any]) -> None:
         raise
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint: tensors and plain values only, never code."""
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location=device)
     except FileNotFoundError:
         raise PrivacyError(f"there is no checkpoint {path}; start without resuming") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:

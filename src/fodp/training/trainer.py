@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -223,6 +224,16 @@ class Trainer:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def _named_callbacks(self) -> list[tuple[str, Callback]]:
+        """Callbacks by kind and number, so that leaving one out on resuming does not mix up the others."""
+        seen: Counter[str] = Counter()
+        named = []
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            named.append((f"{kind}.{seen[kind]}", callback))
+            seen[kind] += 1
+        return named
+
     def _call(self, moment: str) -> None:
         for callback in self.callbacks:
             getattr(callback, moment)(self)
@@ -240,7 +251,7 @@ class Trainer:
             "scheduler": scheduler,
             "state": self.run.state_dict(),
             "metrics": dict(self.metrics),
-            "callbacks": [callback.state_dict() for callback in self.callbacks],
+            "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
         }
         checkpoint.save(Path(path), content)
 
@@ -251,8 +262,10 @@ class Trainer:
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
         stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
         """
-        saved = checkpoint.load(Path(path))
+        saved = checkpoint.load(Path(path), self.run.engine.layout.device)
         self._refuse_other_plan(saved["plan"])
+        if (saved["scheduler"] is None) != (self.scheduler is None):
+            raise PrivacyError("the checkpoint was written with another choice of scheduler: give the run's own")
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -260,10 +273,11 @@ class Trainer:
         except (RuntimeError, ValueError, KeyError) as error:
             first = str(error).splitlines()[0]
             raise PrivacyError(f"the checkpoint is of another model or optimizer ({first})") from None
-        if self.scheduler is not None and saved["scheduler"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        for callback, state in zip(self.callbacks, saved["callbacks"], strict=False):
-            callback.load_state_dict(state)
+        for name, callback in self._named_callbacks():
+            if name in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][name])
         self.metrics = dict(saved["metrics"])
         self._run_id = str(saved["run"])
         self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
