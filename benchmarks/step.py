@@ -6,6 +6,7 @@ Prints the median time of a step and its ratio to plain PyTorch SGD, with the mi
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -18,6 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.flat import GradientBuffer, Layout
+from fodp.noise import Streams
+from fodp.sampling import Fetcher, PoissonSampler
 
 INPUTS, CLASSES, EXAMPLES, LOT = 3072, 10, 5000, 200
 BURST = 30  # steps in a row before the next contender: training runs in a steady state
@@ -67,6 +71,47 @@ def private_step(
     return trainer._one_step
 
 
+def by_hand_step(data: TensorDataset, with_memory: bool) -> Callable[[], None]:
+    """The same operations written out for this one model, without an engine or checks: the floor for a library."""
+    model = paper_mlp()
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    streams, memory, counter = Streams.seeded(0), fodp.FractionalMemory(), itertools.count()
+    sampler, fetcher = PoissonSampler(EXAMPLES, LOT / EXAMPLES, streams), Fetcher(data)
+    layout = Layout(model)
+    total, release = layout.zeros(), layout.zeros()
+    views, gradients = layout.views(total), GradientBuffer(layout)
+
+    def step() -> None:
+        number = next(counter)
+        inputs, labels = fetcher.fetch(sampler.draw(number).indices)
+        activations, outputs = [inputs], []
+        for layer in layers:
+            outputs.append(layer(activations[-1]))
+            activations.append(torch.tanh(outputs[-1]))
+        loss = F.cross_entropy(outputs[-1], labels, reduction="none")
+        backs = torch.autograd.grad(loss, outputs, torch.ones_like(loss))
+        with torch.no_grad():
+            pairs = list(zip(activations, backs, strict=False))
+            norm = torch.linalg.vector_norm
+            squares = [norm(b, dim=1) ** 2 * (norm(a, dim=1) ** 2 + 1) for a, b in pairs]
+            weights = (1 / torch.stack(squares).sum(0).sqrt_()).clamp_(max=1.0)
+            for i, (a, b) in enumerate(pairs):
+                weighted = b * weights[:, None]
+                torch.mm(weighted.t(), a, out=views[2 * i])
+                torch.sum(weighted, 0, out=views[2 * i + 1])
+            u = memory.read() if with_memory else None
+            streams.normal_(release, 1.1, number, "noise").add_(total, alpha=1.0 if u is None else 0.9)
+            if u is not None:
+                release.add_(u, alpha=0.1)
+            if with_memory:
+                memory.write(release)
+        gradients.set(release, LOT)
+        optimizer.step()
+
+    return step
+
+
 def burst(step: Callable[[], None], count: int = BURST) -> float:
     """Median time of some steps in a row: training runs with warm caches, other contenders' leftovers are not its."""
     spent = []
@@ -93,6 +138,8 @@ def main() -> None:
         "fo-dp-sgd K=8, seeded": private_step(data, "fo-dp-sgd", 0, steps),
         "fo-dp-sgd K=8, secure": private_step(data, "fo-dp-sgd", None, steps),
         "fo-dp-sgd K=32, seeded": private_step(data, "fo-dp-sgd", 0, steps, window=32),
+        "dp-sgd by hand": by_hand_step(data, with_memory=False),
+        "fo-dp-sgd K=8 by hand": by_hand_step(data, with_memory=True),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
