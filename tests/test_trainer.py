@@ -254,6 +254,24 @@ class TestOptimizers:
         assert rates == pytest.approx([0.1 * 0.9 ** (i + 1) for i in range(24)])
 
     @pytest.mark.rule(15)
+    @pytest.mark.parametrize("method", ["dp-sgd", "dp-adam", "dp-adam-ac"])
+    def test_a_scheduler_can_be_made_for_the_methods_own_optimizer(self, method):
+        stopping = trainer(
+            the_plan=plan(method=method),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 3)),
+        )
+        iterates = []
+
+        class Watch(Callback):
+            def on_step(self, trainer):
+                iterates.append(weights(trainer.model))
+
+        stopping.callbacks.append(Watch())
+        stopping.fit()
+        assert not torch.equal(iterates[1], iterates[2])
+        assert torch.equal(iterates[2], iterates[-1])
+
+    @pytest.mark.rule(15)
     def test_frozen_layers_stay(self):
         model = network()
         model[0].requires_grad_(False)

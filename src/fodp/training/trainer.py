@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import _checks, accounting
 from fodp._checks import PrivacyError
@@ -48,8 +49,8 @@ class Trainer:
 
     loss_fn(model, batch) returns one loss per example. `optimizer` None takes the method's own; any
     `torch.optim` optimizer over exactly the trainable parameters does for methods that do not insist
-    on theirs. `scheduler` steps once per step. Nothing of the private data (training loss, lot sizes,
-    norms) is shown or stored anywhere.
+    on theirs. `scheduler`, or a function that makes it from the optimizer, steps once per step. Nothing of
+    the private data (training loss, lot sizes, norms) is shown or stored anywhere.
 
     `augment(batch)` with `copies` K trains on K augmented copies per example whose gradients are averaged
     before clipping; it must treat every row by itself. `target_epsilon` stops before the step that would
@@ -65,7 +66,7 @@ class Trainer:
         plan: Plan,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Iterable[Callback] = (),
         augment: Augment | None = None,
         copies: int = 1,
@@ -90,9 +91,14 @@ class Trainer:
             public_score=public_score,
         )
         self.optimizer = fitting_optimizer(self.run, optimizer)
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            scheduler = scheduler(self.optimizer)
         self.scheduler = scheduler
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
-            raise PrivacyError("the scheduler drives another optimizer: build it on the one given to the Trainer")
+            raise PrivacyError(
+                "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
+                "of the optimizer that makes it"
+            )
         self.callbacks = list(callbacks)
         self.target_epsilon = target_epsilon
         self.last_step = plan.steps if target_epsilon is None else steps_within(plan, target_epsilon)
