@@ -751,7 +751,10 @@ def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch)
     truth = clipped(gradients_by_hand(model, probe, x), 0.3).sum(0)
     held: list[int] = []
     original = module._Pass.of_rows
-    spy = lambda engine, rows, blocks: held.append(len(rows)) or original(engine, rows, blocks)  # noqa: E731
+
+    def spy(engine, rows, blocks):
+        return held.append(len(rows)) or original(engine, rows, blocks)
+
     monkeypatch.setattr(module._Pass, "of_rows", staticmethod(spy))
     for entries, expected in ((1, [1] * 7), (3 * len(truth), [3, 3, 1]), (1 << 23, [7])):
         held.clear()

@@ -454,7 +454,7 @@ class TestOwnData:
         with refused("state assume_size (--assume-size) and classes (--classes)"):
             load(path, assume_size=15)
         with refused("assume_size must be a whole number"):
-            load(path, assume_size=1.5, classes=10)  # type: ignore[arg-type]
+            load(path, assume_size=1.5, classes=10)
         with refused("state assume_size"):
             load(path, assume_size=15, classes=10, train_size=10)
 
@@ -651,3 +651,11 @@ class TestRealData:
         channels = images.reshape(5000, 3, 1024)
         assert channels.mean((0, 2)).abs().max() < 0.05
         assert (channels.std((0, 2)) - 1).abs().max() < 0.05
+
+
+def test_a_file_of_another_kind_is_named_as_such_without_unsafe_advice(tmp_path):
+    path = tmp_path / "own.npz"
+    path.write_bytes(b"garbage")
+    with pytest.raises(PrivacyError, match="not a NumPy archive") as caught:
+        load(path, assume_size=10, classes=2)
+    assert "pickle" not in str(caught.value)

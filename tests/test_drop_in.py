@@ -261,7 +261,10 @@ def test_an_optimizer_that_corrects_for_the_noise_learns_its_size():
 def test_a_scheduler_acts(when):
     model, data = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # noqa: E731
+
+    def schedule():
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
     scheduler = schedule() if when == "before" else None
     make_private_result = make_private(model, optimizer, data, plan())
     scheduler = scheduler or schedule()
@@ -321,7 +324,10 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(reduction, outlier):
 def test_a_wrongly_declared_reduction_would_break_the_bound():
     """What the docstring warns of; and the proof that the test above can fail."""
     model, data = problem()
-    losses = lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none")  # noqa: E731
+
+    def losses(m, b):
+        return F.cross_entropy(m(b[0]), b[1], reduction="none")
+
     norm = fodp.clipped_sum(model, losses, data[:1], clip_norm=1e6).norm().item()
     ten, eleven = (TensorDataset(*(c[:1].expand(n, *c.shape[1:]) for c in data.tensors)) for n in (10, 11))
     for declared, breaks in (("sum", False), ("mean", True)):
@@ -464,7 +470,10 @@ class Records(TorchDataset):
 
 def test_records_and_a_collate_function_of_ones_own():
     _, data = problem()
-    collate = lambda records: {k: torch.stack([r[k] for r in records]) for k in ("inputs", "labels")}  # noqa: E731
+
+    def collate(records):
+        return {k: torch.stack([r[k] for r in records]) for k in ("inputs", "labels")}
+
     model, optimizer, loader = private(data=Records(data), collate_fn=collate)
     for batch in loader:
         advance(model, optimizer, (batch["inputs"], batch["labels"]))

@@ -450,7 +450,10 @@ def test_other_models_train_too(make, method, params):
     model, inputs = make()
     dataset = TensorDataset(inputs, torch.arange(20) % 3)
     before = flat(model)
-    score = lambda: losses(model, dataset.tensors).mean().item()  # noqa: E731
+
+    def score():
+        return losses(model, dataset.tensors).mean().item()
+
     Trainer(model, losses, dataset, plan(method, params, steps=3), public_score=score).fit()
     assert not torch.equal(flat(model), before)
     assert math.isfinite(score())
@@ -648,7 +651,10 @@ def test_digits_at_epsilon_four_with_defaults(method):
     assert 3.9 <= private.epsilon() <= 4
     torch.manual_seed(0)
     model = build("mlp", splits.card)
-    score = lambda: accuracy(model, splits.validation)[1]  # noqa: E731
+
+    def score():
+        return accuracy(model, splits.validation)[1]
+
     Trainer(model, losses, splits.train, private, public_score=score).fit()
     assert accuracy(model, splits.test)[0] > 0.6
 

@@ -6,6 +6,7 @@ a feedback filter, over a whole training run.
 
 import copy
 import math
+import os
 import sys
 from itertools import pairwise
 
@@ -17,7 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp import models
 from fodp.accounting import Event, Phase, rdp_curve
+from fodp.data import load
 from fodp.flat import GradientBuffer
 from fodp.memory import noise_floor
 
@@ -914,3 +917,26 @@ def test_full_participation_limit():
         for run, count in zip(sampled, missing, strict=True):
             assert norm(run.queries[t] - everybody.queries[t]) <= 0.7 * CLIP_NORM * count + 1e-9
         everybody.update(release)
+
+
+@pytest.mark.skipif("FODP_DATA" not in os.environ, reason="needs FODP_DATA: the folder with cifar10.npz")
+@pytest.mark.parametrize("scale", [1.0, None], ids=["order one", "noise floor"])
+def test_scores_of_real_training_are_those_of_pure_noise(scale):
+    """At the paper's noise the memory's scores carry no signal: what docs/mechanism.md says of κ and ζ."""
+    splits = load("cifar10")
+    params = dict(lr=0.8, kappa=scale, zeta=scale)
+    public = dict(sampling_rate=0.04, steps=200, lot_size=200, clip_norm=1.0, noise_multiplier=1.1, delta=1e-5)
+    plan = fodp.Plan(**public, seed=0, params=params)
+    torch.manual_seed(0)
+    trainer = fodp.Trainer(models.build("mlp", splits.card), models.cross_entropy, splits.train, plan)
+    trainer.fit()
+    trained, size = trainer.run.state, trainer.run.engine.layout.size
+    memory = plan.algorithm.init(plan, size)
+    mechanism = fodp.GaussianMechanism(
+        clip_norm=1.0, noise_multiplier=1.1, beta=0.9, memory=memory, generator=torch.Generator().manual_seed(0)
+    )
+    for _ in range(plan.steps):
+        mechanism.release(torch.zeros(size))
+    assert trained.confidence.item() == pytest.approx(memory.confidence.item(), rel=0.01)
+    assert trained.inconsistency.tolist() == pytest.approx(memory.inconsistency.tolist(), rel=0.02)
+    assert memory.confidence.item() == pytest.approx(0.99 if scale else 0.52, abs=0.02)

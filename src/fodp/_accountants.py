@@ -213,10 +213,7 @@ class LossAccountant:
 
 
 def _interval(tally: Mapping[Release, int], span: int) -> tuple[float, bool]:
-    """The grid on which losses are kept, and whether it is as fine as wanted; a coarse grid overstates ε.
-
-    With s the spread of one release's loss, the grid s/64 overstates ε by about 0.002%, s/16 by 0.03%.
-    """
+    """The grid on which losses are kept, and whether it is as fine as wanted; a coarse grid overstates ε."""
     variance = releases = reach = largest = 0.0
     for (rate, noise), count in _full_batch_merged(tally):
         noise = min(max(noise, 1e-9), MOST_NOISE)

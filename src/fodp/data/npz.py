@@ -17,7 +17,13 @@ def read(path: Path) -> Arrays:
     if not path.is_file():
         raise PrivacyError(f"no such file: {path}; give the path of an .npz archive")
     with reading(path):
-        archive = np.load(path, allow_pickle=False)
+        try:
+            archive = np.load(path, allow_pickle=False)
+        except ValueError:  # NumPy takes anything unknown for a pickle and advises to load it unsafely
+            raise PrivacyError(
+                f"{path} is not a NumPy archive: it is truncated, corrupt or of another format; write it again "
+                "with numpy.savez"
+            ) from None
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise PrivacyError(f"{path} is a single array; write an archive with numpy.savez")
         with archive:
