@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fodp.cli import export, methods, privacy, train
+from fodp.cli import export, methods, privacy, reproduce, train
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,13 @@ ALL = (
     Command("train", "Train a model with a stated (epsilon, delta).", train.options, train.run, train.EPILOG),
     Command("epsilon", "The epsilon of a noise multiplier.", privacy.epsilon_options, privacy.run_epsilon),
     Command("calibrate", "The noise multiplier of an epsilon.", privacy.calibrate_options, privacy.run_calibrate),
+    Command(
+        "reproduce",
+        "Run the paper's experiments, or the fair comparison.",
+        reproduce.options,
+        reproduce.run,
+        reproduce.EPILOG,
+    ),
     Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
     Command("export", "Write what may be published of a run.", export.options, export.run),
 )

@@ -196,11 +196,12 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     given = {k: v for k, v in vars(options).items() if v is not None and k not in _NOT_OF_THE_RUN}
     if "set" in given:
-        given["set"] = dict(_setting(item) for item in given["set"])
+        given["set"] = dict(setting(item) for item in given["set"])
     return given
 
 
-def _setting(item: str) -> tuple[str, Any]:
+def setting(item: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as Python reads it, else as text."""
     name, equals, text = item.partition("=")
     if not equals or not name:
         raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")

@@ -1,0 +1,62 @@
+"""Append-only records: one JSON line per run, never changed, read back by key."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fodp._checks import PrivacyError
+
+
+class Records:
+    """The runs in one file. A line cut short by a crash is passed over and closed off before the next."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._found: dict[str, dict[str, Any]] = {}
+        for record in self._read():
+            self._found[record["key"]] = record
+
+    def get(self, key: str, code: str | None = None) -> dict[str, Any] | None:
+        """The latest record of a run, of the given version of the code if one is given."""
+        record = self._found.get(key)
+        return record if record is None or code is None or record["code"] == code else None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._found.values())
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one more line and see it safely to the disk."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n"
+        with self.path.open("ab+") as file:
+            if file.tell() and not _ends_line(file):
+                line = "\n" + line
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._found[record["key"]] = record
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise PrivacyError(f"the records {self.path} cannot be read ({error})") from None
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # cut short by a crash; that run is computed again
+            if isinstance(record, dict) and "key" in record:
+                yield record
+
+
+def _ends_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")

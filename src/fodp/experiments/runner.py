@@ -1,0 +1,105 @@
+"""Runs in parallel processes of one thread each; what is recorded is not computed again."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fodp._checks import PrivacyError
+from fodp.experiments.code_version import code_version
+from fodp.experiments.records import Records
+from fodp.experiments.spec import RunSpec
+
+
+class Runner:
+    """Computes the runs that are missing from a file of records, and appends each as soon as it is done.
+
+    Stop it at any moment and start it again: finished runs stay, those under way are computed anew. One
+    runner at a time writes to a file. `modules` are imported first, for methods of your own.
+    """
+
+    def __init__(self, path: str | Path, jobs: int | None = None, *, quiet: bool = False, modules: Sequence[str] = ()):
+        self.records = Records(path)
+        self.jobs = jobs or os.cpu_count() or 1
+        self._modules, self._quiet = tuple(modules), quiet
+        # Started afresh, not forked: torch's thread pools do not survive a fork.
+        self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:  # what is under way is lost anyway; do not make Ctrl-C wait for it
+            for process in list((self._pool._processes or {}).values()):
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, specs: Iterable[RunSpec], title: str) -> None:
+        """See to it that every spec has a record of the present code."""
+        code = code_version()
+        wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
+        missing = [spec for key, spec in wanted.items() if self.records.get(key, code) is None]
+        with self._alone(), progress_bar(self._quiet) as bar:
+            task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
+            self._compute(missing, lambda note: bar.update(task, advance=1, note=note))
+
+    def _compute(self, missing: list[RunSpec], done: Callable[[str], None]) -> None:
+        under_way: set[Future[dict[str, Any]]] = set()
+        for spec in missing:
+            under_way.add(self._pool.submit(_in_worker, spec, self._modules))
+            if len(under_way) >= 2 * self.jobs:  # the next ones wait at the workers' door, not hundreds
+                under_way = self._collect(under_way, done)
+        while under_way:
+            under_way = self._collect(under_way, done)
+
+    def _collect(
+        self, under_way: set[Future[dict[str, Any]]], done: Callable[[str], None]
+    ) -> set[Future[dict[str, Any]]]:
+        finished, rest = wait(under_way, return_when=FIRST_COMPLETED)
+        for future in finished:
+            record = future.result()
+            self.records.append(record)
+            done(f"{record['algorithm']} on {record['run']['dataset']}: {record['final_accuracy']:.4f}")
+        return rest
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.records.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(f"{self.records.path}.lock", timeout=0):
+                yield
+        except Timeout:
+            raise PrivacyError(
+                f"another process is adding to {self.records.path}: wait for it, or choose another folder with --out"
+            ) from None
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """Done, total, time left and the last result, on stderr."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True, quiet=quiet),
+    )
+
+
+def _in_worker(spec: RunSpec, modules: Sequence[str]) -> dict[str, Any]:
+    import importlib
+
+    from fodp.experiments import twin  # noqa: F401  registers its method
+    from fodp.experiments.execute import execute
+
+    for name in modules:
+        importlib.import_module(name)
+    return execute(spec)

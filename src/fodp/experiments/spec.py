@@ -1,0 +1,92 @@
+"""One training run, completely described: what is computed, and the key under which it is remembered."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from fodp._checks import PrivacyError
+from fodp.plan import Plan
+
+NON_PRIVATE = "none"  # plain SGD on the same lots: the ceiling, no privacy at all
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """A run. The defaults are the paper's protocol; equal specs are the same run and computed once.
+
+    `noise_multiplier` is used as it stands unless `target_epsilon` is given, which calibrates it for
+    `plan_steps` steps. A run may stop before the plan ends: that is how a search tries many settings with the
+    noise of the full run. `scored_on` is "test" or, for choosing settings, "validation" (`train[5000:]`).
+    """
+
+    dataset: str
+    method: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    plan_steps: int = 6250
+    steps: int = 6250
+    sampling_rate: float = 0.04
+    lot_size: float = 200.0
+    clip_norm: float = 1.0
+    noise_multiplier: float | None = 1.1
+    target_epsilon: float | None = None
+    delta: float = 1e-5
+    accountant: str = "rdp-classic"
+    model: str = "mlp"
+    scored_on: str = "test"
+    score_every: int = 25  # steps: one epoch
+
+    def __post_init__(self) -> None:
+        if self.target_epsilon is not None:
+            object.__setattr__(self, "noise_multiplier", None)
+        if self.scored_on not in ("test", "validation"):
+            raise PrivacyError(f"scored_on must be test or validation, got {self.scored_on!r}")
+        object.__setattr__(self, "params", dict(sorted(self.params.items())))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as they go into the record."""
+        return asdict(self)
+
+    @property
+    def key(self) -> str:
+        """Names the run among all others."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def with_(self, **changes: Any) -> "RunSpec":
+        """The same run but for these fields; `params` are merged."""
+        if "params" in changes:
+            changes["params"] = {**self.params, **changes["params"]}
+        return replace(self, **changes)
+
+    def plan(self) -> Plan:
+        """The plan of the run, its noise calibrated where a target is given."""
+        words: dict[str, Any] = dict(
+            sampling_rate=self.sampling_rate,
+            steps=self.plan_steps,
+            lot_size=self.lot_size,
+            clip_norm=self.clip_norm,
+            delta=self.delta,
+            method=self.method,
+            params=dict(self.params),
+            accountant=self.accountant,
+            seed=self.seed,
+        )
+        noise = self.noise_multiplier or 0.0  # 0 is refused by the plan
+        if self.target_epsilon is not None:
+            noise = _calibrated(json.dumps({**words, "params": _without_rate(self.params), "seed": 0}, sort_keys=True),
+                                self.target_epsilon)  # fmt: skip
+        return Plan(noise_multiplier=noise, **words)
+
+
+def _without_rate(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The learning rate changes no event, so runs that differ in it alone share one calibration."""
+    return {name: value for name, value in params.items() if name != "lr"}
+
+
+@cache
+def _calibrated(words: str, target_epsilon: float) -> float:
+    return Plan.calibrated(target_epsilon=target_epsilon, **json.loads(words)).noise_multiplier

@@ -1,0 +1,32 @@
+"""The exact twin of FO-DP-SGD: DP-SGD at σ/β, then a feedback filter on its releases.
+
+β·s + (1-β)·u + N(0, σ²C²) = β·(s + N(0, (σC/β)²)) + (1-β)·u, and u depends on earlier outputs only. So this
+method draws the same trajectory from an ordinary DP-SGD release; a row of the fair comparison shows it.
+"""
+
+from torch import Tensor
+
+from fodp.memory import WindowMemory
+from fodp.methods import register
+from fodp.methods.base import Steps
+from fodp.methods.fo_dp_sgd import FODPSGD
+from fodp.schedule import value_at
+
+
+@register
+class Twin(FODPSGD):
+    """An ordinary DP-SGD release with noise σC/β: event (q, σ/β). All the rest is post-processing."""
+
+    name = "fo-twin"
+    summary = "DP-SGD at σ/β with FO-DP-SGD's memory as a feedback filter: its exact twin."
+
+    def step(self, run: Steps, memory: WindowMemory) -> Tensor:
+        """Release first, then remember."""
+        C, sigma = run.clip_norm, run.plan.noise_multiplier
+        beta = value_at(self.params.beta, run.step)
+        lot = run.draw()
+        release = run.release(lot, run.gradients(lot).clipped_sum(C), std=sigma * C / beta)
+        u = memory.read()
+        output = beta * release if u is None else beta * release + (1 - beta) * u
+        memory.write(output)
+        return output
