@@ -48,7 +48,13 @@ class Runner:
         missing = [spec for key, spec in wanted.items() if self.records.get(key, code) is None]
         with self._alone(), progress_bar(self._quiet) as bar:
             task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
-            self._compute(missing, lambda note: bar.update(task, advance=1, note=note))
+
+            def done(note: str) -> None:
+                bar.update(task, advance=1, note=note)
+                if not bar.console.is_terminal:  # a log file gets a line per run instead of a moving bar
+                    bar.console.print(f"{title}: {bar.tasks[task].completed:g} of {len(wanted)}: {note}")
+
+            self._compute(missing, done)
 
     def _compute(self, missing: list[RunSpec], done: Callable[[str], None]) -> None:
         under_way: set[Future[dict[str, Any]]] = set()
