@@ -27,8 +27,8 @@ def fo(beta: float = 0.9, alpha: float = 0.8, window: int = 8, **more: Any) -> d
 # The eight methods of the paper's first figure and tables: label, method, parameters.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     DP_SGD: ("dp-sgd", dict(lr=0.8)),
-    "DP-Adam": ("dp-adam", dict(lr=0.001)),
-    "DP-AdamW": ("dp-adamw", dict(lr=0.001)),
+    "DP-Adam": ("dp-adam", dict(lr=0.0003)),
+    "DP-AdamW": ("dp-adamw", dict(lr=0.0003)),
     "DP-IS": ("dp-is", dict(lr=0.8)),
     "DP-SAM": ("dp-sam", dict(lr=0.8)),
     "DP-SAT": ("dp-sat", dict(lr=0.8)),
