@@ -12,7 +12,7 @@ test: $(INSTALLED)  ## create the environment and run the tests
 	$(BIN)/python -m pytest -n auto
 
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard,bench]"
 	$(BIN)/python -m pytest -n auto
 
 check: lint types test  ## format, lint, types and tests: before every commit
@@ -28,8 +28,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED)  ## one FO-DP-SGD step against one plain SGD step, same run, one thread
-	$(BIN)/python benchmarks/step.py
+bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/fodp bench --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py

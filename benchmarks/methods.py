@@ -8,12 +8,15 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
-from torch.utils.data import TensorDataset
 
+from fodp.bench.steps import private
+from fodp.bench.workloads import WORKLOADS
 from fodp.methods import METHODS
-from step import BURST, CLASSES, EXAMPLES, INPUTS, burst, private_step
+
+BURST = 30  # steps in a row before the next contender: training runs in a steady state
 
 # The paper's table of relative runtimes, where it has the method.
 PAPER = {
@@ -27,17 +30,25 @@ PAPER = {
 }
 
 
+def burst(step: Callable[[], None], count: int) -> float:
+    """Median time of some steps in a row."""
+    spent = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts (default 8)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
-    steps = (options.rounds + 1) * BURST + 1
-    contenders = {name: private_step(data, name, 0, steps) for name in METHODS}
-    contenders["dp-sam per-example"] = private_step(data, "dp-sam", 0, steps, variant="per-example")
+    mlp = WORKLOADS["mlp"]
+    contenders = {name: private(mlp, name, 0, {})[0] for name in METHODS}
+    contenders["dp-sam per-example"] = private(mlp, "dp-sam", 0, {"variant": "per-example"})[0]
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
     start = time.perf_counter()

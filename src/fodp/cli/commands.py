@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fodp.cli import export, methods, privacy, reproduce, train
+from fodp.cli import bench, export, methods, privacy, reproduce, train
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,7 @@ ALL = (
     ),
     Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
     Command("export", "Write what may be published of a run.", export.options, export.run),
+    Command(
+        "bench", "Time private steps beside plain ones and other libraries.", bench.options, bench.run, bench.EPILOG
+    ),
 )

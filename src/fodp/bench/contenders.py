@@ -1,0 +1,87 @@
+"""The table of contenders: who is measured, on what, and where its step is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fodp.bench.targets import DP_SGD, FO_8, FO_32, FO_32_COMPACT, PLAIN, TITLES
+
+if TYPE_CHECKING:
+    from fodp.bench.workloads import Workload
+
+Step = Callable[[], None]
+
+# Who builds a step: (workload, settings) -> a function that takes one step, and the number of parameters.
+_BUILDERS = {
+    "plain": ("fodp.bench.steps", "plain"),
+    "private": ("fodp.bench.steps", "private"),
+    "by hand": ("fodp.bench.floor", "by_hand"),
+    "opacus": ("fodp.bench.peers", "opacus"),
+    "jax-privacy": ("fodp.bench.peers", "jax_privacy"),
+}
+PEERS = ("opacus", "jax-privacy")
+
+# Parameters of fo-dp-sgd that make its window cheaper; None while there is no such knob.
+COMPACT: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: a name, who builds it with which settings, and the workloads it takes part in."""
+
+    name: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    workloads: tuple[str, ...] = tuple(TITLES)
+
+    @property
+    def is_peer(self) -> bool:
+        """Another library, which may be missing or may not know a layer."""
+        return self.kind in PEERS
+
+    @property
+    def window(self) -> int:
+        """Rows of memory it keeps: K for a memory (K-1 releases and their trend), none for DP-SGD."""
+        window = int(self.settings.get("params", {}).get("window", self.settings.get("window", 1)))
+        return window if window > 1 else 0
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before measuring: caches, first-lot checks, and a window that must be full."""
+        return max(4, self.window + 1)
+
+    def spec(self, workload: str, **changes: Any) -> dict[str, Any]:
+        """What a worker process needs to know."""
+        return {"workload": workload, "kind": self.kind, "settings": self.settings, **changes}
+
+
+def fodp_contender(name: str, method: str, *, seed: int | None = 0, only: str = "", **params: Any) -> Contender:
+    """A row of this library; `seed` None is secure noise."""
+    settings = dict(method=method, seed=seed, params=params)
+    return Contender(name, "private", settings, (only,) if only else tuple(TITLES))
+
+
+CONTENDERS = (
+    Contender(PLAIN, "plain"),
+    fodp_contender(DP_SGD, "dp-sgd"),
+    fodp_contender(FO_8, "fo-dp-sgd", window=8),
+    fodp_contender(FO_32, "fo-dp-sgd", window=32),
+    *([fodp_contender(FO_32_COMPACT, "fo-dp-sgd", window=32, **COMPACT)] if COMPACT else []),
+    fodp_contender("dp-sgd, secure noise", "dp-sgd", seed=None, only="mlp"),
+    fodp_contender("fo-dp-sgd K=8, secure noise", "fo-dp-sgd", seed=None, only="mlp", window=8),
+    Contender("dp-sgd by hand", "by hand", dict(window=1), ("mlp",)),
+    Contender("fo-dp-sgd K=8 by hand", "by hand", dict(window=8), ("mlp",)),
+    Contender("opacus hooks", "opacus", dict(mode="hooks")),
+    Contender("opacus functorch", "opacus", dict(mode="functorch")),
+    Contender("opacus ghost", "opacus", dict(mode="ghost")),
+    # Whole batches instead of micro-batches take seconds per step on a processor.
+    Contender("jax-privacy, micro-batch 20", "jax-privacy", dict(microbatch=20), ("mlp",)),
+)
+
+
+def build(kind: str, workload: "Workload", settings: dict[str, Any]) -> tuple[Step, int]:
+    """One contender's step on a workload, and the number of parameters it trains."""
+    module, function = _BUILDERS[kind]
+    made: tuple[Step, int] = getattr(import_module(module), function)(workload, **settings)
+    return made

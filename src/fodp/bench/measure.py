@@ -1,0 +1,183 @@
+"""Interleaved rounds over worker processes, and statistics of paired ratios."""
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fodp.bench.contenders import Contender
+
+Report = Callable[[str], None]
+
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"),
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "JAX_PLATFORMS": "cpu",
+}
+BURST_SECONDS, LONGEST_BURST = 0.4, 30
+
+
+class WorkerError(RuntimeError):
+    """What went wrong in a worker, in one line."""
+
+
+class Worker:
+    """A process that holds one contender, idle until asked for steps; all workers share one core."""
+
+    def __init__(self, spec: dict[str, Any]):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fodp.bench.worker", json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **ONE_THREAD},
+        )
+        if hasattr(os, "sched_setaffinity"):  # also for libraries that do not heed the variables
+            os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
+        self.parameters = 0
+        self.processor_seconds = self.wall_seconds = 0.0
+        self.idle_mb: float | None = None
+        self.peak_mb: float | None = None
+
+    def wait_until_ready(self) -> None:
+        """Until model and data are there."""
+        said = self._answer()
+        self.parameters, self.idle_mb = said["parameters"], said["idle_mb"]
+
+    def steps(self, count: int) -> list[float]:
+        """Take steps in a row; processor seconds of each."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"steps": count}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died; the answer says of what
+        said = self._answer()
+        self.peak_mb = said["peak_mb"]
+        self.processor_seconds += sum(said["seconds"])
+        self.wall_seconds += said["wall"]
+        return list(said["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(f"the process ended with code {self._process.wait()}")
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise WorkerError(said["error"])
+        return said
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def interleaved(
+    specs: dict[str, dict[str, Any]], warm_up: dict[str, int], rounds: int, burst_seconds: float, report: Report
+) -> tuple[dict[str, list[float]], dict[str, Worker], dict[str, str]]:
+    """Median seconds per step of every round of every contender; the closed workers; who failed and why.
+
+    In each round every contender takes a burst of steps, in a new order; nothing else runs meanwhile. A burst,
+    because training runs with warm caches: another contender's leftovers are not its cost.
+    """
+    workers = {name: Worker(spec) for name, spec in specs.items()}
+    bursts: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    try:
+        for name, worker in workers.items():  # all are ready before the first is timed
+            report(f"starting {name}")
+            try:
+                worker.wait_until_ready()
+            except WorkerError as error:
+                failed[name] = str(error)
+        for name, worker in workers.items():
+            if name in failed:
+                continue
+            report(f"warming up {name}")
+            try:
+                seconds = worker.steps(warm_up[name])[-3:]
+            except WorkerError as error:
+                failed[name] = str(error)
+                continue
+            bursts[name] = max(2, min(LONGEST_BURST, round(burst_seconds / min(seconds))))
+        times: dict[str, list[float]] = {name: [] for name in bursts}
+        order = random.Random(0)
+        for number in range(rounds):
+            for name in order.sample(list(bursts), len(bursts)):
+                report(f"round {number + 1} of {rounds}: {name}")
+                times[name].append(statistics.median(workers[name].steps(bursts[name])))
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return times, workers, failed
+
+
+def table(
+    workload: str, contenders: Sequence[Contender], rounds: int, burst_seconds: float, report: Report
+) -> dict[str, Any]:
+    """All contenders on one workload: times by round, memory, and which peers could not take part."""
+    named = {c.name: c for c in contenders if workload in c.workloads}
+    times, workers, failed = interleaved(
+        {name: c.spec(workload) for name, c in named.items()},
+        {name: c.warm_up for name, c in named.items()},
+        rounds,
+        burst_seconds,
+        lambda text: report(f"{workload}: {text}"),
+    )
+    ours = [f"{name}: {why}" for name, why in failed.items() if not named[name].is_peer]
+    if ours:
+        raise WorkerError(ours[0])
+    rows = {
+        name: {"milliseconds": [round(1e3 * t, 4) for t in seconds], **_memory(named[name], workers[name])}
+        for name, seconds in times.items()
+    }
+    waited = statistics.median(workers[name].wall_seconds / workers[name].processor_seconds for name in times)
+    sizes = {w.parameters for name, w in workers.items() if name in times}
+    assert len(sizes) == 1, "the contenders train different models"
+    return {"parameters": sizes.pop(), "contenders": rows, "failed": failed, "waited": waited}
+
+
+def peak_memory(workload: str, contender: Contender, batch: int, steps: int = 2) -> dict[str, Any]:
+    """Memory of a fresh process that takes some steps with another batch size."""
+    worker = Worker(contender.spec(workload, batch=batch))
+    try:
+        worker.wait_until_ready()
+        worker.steps(steps)
+    finally:
+        worker.close()
+    return _memory(contender, worker)
+
+
+def _memory(contender: Contender, worker: Worker) -> dict[str, Any]:
+    """Resident memory before the first step, and at most."""
+    kept = {"kind": contender.kind, "window": contender.window}
+    return {**kept, "idle_mb": worker.idle_mb, "peak_mb": worker.peak_mb}
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
+    """Median of the ratios within each round, with its interval."""
+    return median_interval([a / b for a, b in zip(over, under, strict=True)])
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """The median and an interval that holds the true one with this probability, from order statistics alone.
+
+    Below six values no such interval exists; then it is their whole range.
+    """
+    ordered, count = sorted(values), len(values)
+
+    def outside(cut: int) -> float:  # probability that the true median lies beyond the values left after cutting
+        return 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
+
+    cut = 0  # values cut off at either end
+    while outside(cut + 1) <= 1 - level:
+        cut += 1
+    return statistics.median(ordered), ordered[cut], ordered[count - 1 - cut]

@@ -1,0 +1,59 @@
+"""A step of plain training, and of this library."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from fodp.bench.contenders import Step
+from fodp.bench.workloads import Workload
+from fodp.models import cross_entropy
+from fodp.plan import Plan
+from fodp.training.trainer import Trainer
+
+LEARNING_RATE = 0.05
+CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.1
+_FOR_EVER = 10**9  # steps of a plan that is never asked for its ε
+
+
+def size_of(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def plain(workload: Workload) -> tuple[Step, int]:
+    """What people write without privacy: gather a random batch, mean loss, backward, SGD."""
+    inputs, labels = workload.data()
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> None:
+        rows = torch.randint(workload.examples, (workload.batch,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        optimizer.step()
+
+    return step, size_of(model)
+
+
+def private(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> tuple[Step, int]:
+    """A step of the trainer, with everything that belongs to it."""
+    model = workload.model()
+    plan = Plan(
+        sampling_rate=workload.batch / workload.examples,
+        steps=_FOR_EVER,
+        lot_size=workload.batch,
+        clip_norm=CLIP_NORM,
+        noise_multiplier=NOISE_MULTIPLIER,
+        delta=1e-5,
+        method=method,
+        params={"lr": LEARNING_RATE, **params},
+        seed=seed,
+    )
+    data = TensorDataset(*workload.data())
+    held_out = data[: workload.batch]
+    score = lambda: cross_entropy(model, held_out).mean().item()  # noqa: E731  # for methods that ask for public data
+    trainer = Trainer(model, cross_entropy, data, plan, public_score=score)
+    return trainer._one_step, size_of(model)
