@@ -126,6 +126,25 @@ def test_every_contender_trains(contender):
         assert 0 < moved < 0.05 * 1.1 / 20 * 2**0.5 * 1.3
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_opacus_does_the_same_work(mode, monkeypatch):
+    """Without noise and with everyone in the lot, its step is ours: a comparison of equals."""
+    pytest.importorskip("opacus", reason="opacus is not installed (extra bench)")
+    from fodp.bench import peers
+
+    monkeypatch.setattr(peers, "NOISE_MULTIPLIER", 0.0)
+    mlp = WORKLOADS["mlp"]
+    torch.manual_seed(0)
+    model = mlp.model()
+    everyone = type(mlp)(20, 20, lambda: model, mlp.inputs)
+    expected = fodp.clipped_sum(model, cross_entropy, everyone.data(), peers.CLIP_NORM)
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    step, _ = peers.opacus(everyone, mode)
+    step()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close((before - after) / peers.LEARNING_RATE * 20, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """The command itself, in its smallest form."""
@@ -170,14 +189,14 @@ class TestMeasuring:
     def test_a_peer_that_fails_is_named_and_the_others_go_on(self):
         peer = Contender("opacus nonsense", "opacus", dict(mode="nonsense"))
         plain = next(c for c in CONTENDERS if c.name == PLAIN)
-        measured = measure.table("embedding", [peer, plain], 1, 0.01, lambda text: None)
+        measured = measure.table("embedding", [peer, plain], 1, 0.01, 1, lambda text: None)
         assert set(measured["contenders"]) == {PLAIN}
         assert "Error" in measured["failed"]["opacus nonsense"]
 
     def test_a_contender_of_ours_that_fails_stops_everything(self):
         broken = Contender("broken", "private", dict(method="no-such-method", seed=0, params={}))
         with pytest.raises(measure.WorkerError, match="no-such-method"):
-            measure.table("embedding", [broken], 1, 0.01, lambda text: None)
+            measure.table("embedding", [broken], 1, 0.01, 1, lambda text: None)
 
 
 class TestResults:

@@ -38,8 +38,6 @@ class Worker:
             text=True,
             env={**os.environ, **ONE_THREAD},
         )
-        if hasattr(os, "sched_setaffinity"):  # also for libraries that do not heed the variables
-            os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
         self.parameters = 0
         self.processor_seconds = self.wall_seconds = 0.0
         self.idle_mb: float | None = None
@@ -49,6 +47,8 @@ class Worker:
         """Until model and data are there."""
         said = self._answer()
         self.parameters, self.idle_mb = said["parameters"], said["idle_mb"]
+        if hasattr(os, "sched_setaffinity"):  # all on the same core, but only now: starting may use every core
+            os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
 
     def steps(self, count: int) -> list[float]:
         """Take steps in a row; processor seconds of each."""
@@ -121,13 +121,16 @@ def interleaved(
 
 
 def table(
-    workload: str, contenders: Sequence[Contender], rounds: int, burst_seconds: float, report: Report
+    workload: str, contenders: Sequence[Contender], rounds: int, burst_seconds: float, settle: int, report: Report
 ) -> dict[str, Any]:
-    """All contenders on one workload: times by round, memory, and which peers could not take part."""
+    """All contenders on one workload: times by round, memory, and which peers could not take part.
+
+    Plain training and this library take at least `settle` steps first: memory is comparable after as many lots.
+    """
     named = {c.name: c for c in contenders if workload in c.workloads}
     times, workers, failed = interleaved(
         {name: c.spec(workload) for name, c in named.items()},
-        {name: c.warm_up for name, c in named.items()},
+        {name: c.warm_up if c.is_peer else max(c.warm_up, settle) for name, c in named.items()},
         rounds,
         burst_seconds,
         lambda text: report(f"{workload}: {text}"),
@@ -145,7 +148,7 @@ def table(
     return {"parameters": sizes.pop(), "contenders": rows, "failed": failed, "waited": waited}
 
 
-def peak_memory(workload: str, contender: Contender, batch: int, steps: int = 2) -> dict[str, Any]:
+def peak_memory(workload: str, contender: Contender, batch: int, steps: int = 4) -> dict[str, Any]:
     """Memory of a fresh process that takes some steps with another batch size."""
     worker = Worker(contender.spec(workload, batch=batch))
     try:

@@ -23,6 +23,7 @@ Peers take part where installed: pip install "fodp[bench]". Parts measured one a
 end in one results file. Measure on an otherwise idle machine."""
 
 RESULTS = "performance.json"
+_SETTLE = 33  # steps that fill the longest window
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,7 @@ def _workload(
     from fodp.bench.workloads import WORKLOADS
 
     taking_part = [c for c in CONTENDERS if options.peers or not c.is_peer]
-    measured = table(name, taking_part, rounds, burst_seconds, say)
+    measured = table(name, taking_part, rounds, burst_seconds, 1 if options.quick else _SETTLE, say)
     memory: dict[str, Any] = {}
     for contender in CONTENDERS if not options.quick else ():
         if contender.name in (PLAIN, DP_SGD):
