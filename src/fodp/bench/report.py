@@ -101,14 +101,16 @@ def _times(results: Results) -> list[str]:
         columns = ("contender", "ms per step", "over plain SGD", "peak memory, MB")
         lines += [*_table(columns, time_rows(measured)), ""]
         rounds = max(len(row["milliseconds"]) for row in measured["contenders"].values())
-        lines += [f"{rounds} rounds; wall time was {measured['waited']:.2f} times processor time.{_caveat(rounds)}", ""]
+        lines += [f"{rounds} rounds.{_caveats(rounds, measured['waited'])}", ""]
         lines += [f"* {peer} could not take part: {why}" for peer, why in measured["failed"].items()]
         lines += [""] if measured["failed"] else []
     return lines
 
 
-def _caveat(rounds: int) -> str:
-    return "" if rounds >= 6 else " Fewer than six rounds give no 95% interval: the brackets are the whole range."
+def _caveats(rounds: int, waited: float) -> str:
+    few = " Fewer than six rounds give no 95% interval: the brackets are the whole range." if rounds < 6 else ""
+    busy = f" The machine was busy: wall time was {waited:.1f} times processor time." if waited > 1.1 else ""
+    return few + busy
 
 
 def _memory(results: Results) -> list[str]:
