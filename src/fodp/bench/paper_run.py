@@ -12,6 +12,8 @@ from typing import Any
 from fodp._checks import PrivacyError
 from fodp.bench.measure import ONE_THREAD, Report
 
+COMMAND = "train --preset paper --dataset cifar10 --seed 0 --threads 1 --eval-every 1 --json --quiet"
+
 
 def paper_run(repeats: int, report: Report) -> list[dict[str, Any]]:
     """`fodp train --preset paper` on one thread: seconds of the whole command and of training with evaluation."""
@@ -21,10 +23,9 @@ def paper_run(repeats: int, report: Report) -> list[dict[str, Any]]:
     for number in range(repeats):
         report(f"the paper's run: {number + 1} of {repeats}")
         with tempfile.TemporaryDirectory() as folder:
-            words = "train --preset paper --dataset cifar10 --seed 0 --threads 1 --eval-every 1 --json --quiet --out"
             start, used = time.perf_counter(), _processor_seconds()
             done = subprocess.run(
-                [sys.executable, "-m", "fodp.cli.main", *words.split(), str(Path(folder) / "run")],
+                [sys.executable, "-m", "fodp.cli.main", *COMMAND.split(), "--out", str(Path(folder) / "run")],
                 env={**os.environ, **ONE_THREAD},
                 capture_output=True,
                 text=True,

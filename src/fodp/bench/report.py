@@ -206,6 +206,6 @@ def show(results: Results) -> None:
             table.add_row(*row)
         console.print(table)
     for line in _scaling(results["scaling"])[2:-3] if "scaling" in results else []:
-        console.print(line, markup=False)
+        print(line)
     for line in _paper_run(results["paper_run"])[2:] if "paper_run" in results else []:
-        console.print(line, markup=False)
+        print(line)
