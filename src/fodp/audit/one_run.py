@@ -1,0 +1,147 @@
+"""One-run auditing of real training with many canaries (Steinke, Nasr & Jagielski, NeurIPS 2023).
+
+Every canary joins the data by the toss of a coin. After one ordinary training the auditor, who sees the model after
+every step, guesses about the canaries that it followed most and least.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.audit.bounds import one_run_epsilon
+from fodp.audit.report import LEVEL, Finding, Progress, refused, silent
+from fodp.audit.subject import MakeTrainer, columns, plain_trainer
+from fodp.clipping.engine import LossFunction
+from fodp.clipping.gradients import Gradients
+from fodp.plan import Plan
+from fodp.training.callbacks import Callback
+from fodp.training.trainer import Trainer
+
+# What shares of the canaries are guessed to be in and to be out; the best pair counts, and the level is split.
+SHARES = tuple((each, other) for each in (0.02, 0.05, 0.1, 0.25, 0.5) for other in (each, 0.0))
+CHUNK = 512  # canaries measured at a time
+
+
+def attack_training(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    dataset: Any,
+    canaries: Any,
+    make: MakeTrainer = plain_trainer,
+    *,
+    looks: int = 50,
+    confidence: float = 1 - LEVEL,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Finding:
+    """A lower bound on ε from one training of the whole plan on the data and about half of the `canaries`.
+
+    Guarantee: if the training is (ε, δ)-private, the bound exceeds ε with probability at most 1 - confidence,
+    whatever the model, the method and the canaries are. δ is the plan's, or smaller where the confidence demands it;
+    the claimed ε is that of the plan at the same δ. The auditor looks at the model `looks` times. The finding is
+    computed from the data without noise: publish it only if the data is public.
+    """
+    _checks.open_fraction("confidence", confidence)
+    rows, candidates = columns(dataset), columns(canaries)
+    count = len(candidates[0])
+    coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
+    both = zip(rows, candidates, strict=True)
+    members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
+    seeded = replace(plan, seed=seed if plan.seed is None else plan.seed)
+    spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
+    try:
+        trainer = make(copy.deepcopy(model), loss_fn, members, seeded)
+        trainer.callbacks.append(spy)
+        trainer.fit()
+    except PrivacyError as refusal:
+        return refused("one-run", plan, refusal)
+    guessed = [_guess(spy.scores, coins, *shares) for shares in SHARES]
+    level = (1 - confidence) / len(SHARES)
+    # Up to 2mδ of the guesses may be right for nothing, so at small levels the claim is tested at a smaller δ.
+    delta = min(plan.delta, 5 * level / count)
+    lower, guesses, correct = max((one_run_epsilon(count, *g, delta, level), *g) for g in guessed)
+    customary = max(one_run_epsilon(count, *g, plan.delta, 0.05 / len(SHARES)) for g in guessed)
+    claimed = plan.epsilon(delta=delta)
+    wrong = f"at delta {delta:.2g} epsilon is at least {lower:.4g}, claimed was {claimed:.4g}"
+    return Finding(
+        attack="one-run",
+        summary=wrong if lower > claimed else f"{correct} of {guesses} guesses about {count} canaries were right",
+        faults=(wrong,) if lower > claimed else (),
+        numbers={
+            "canaries": count,
+            "guesses": guesses,
+            "correct": correct,
+            "epsilon_lower_at_95_percent": customary,
+            "plan_delta": plan.delta,
+        },
+        epsilon_claimed=claimed,
+        delta=delta,
+        epsilon_lower=lower,
+        confidence=confidence,
+        series={"in": spy.scores[coins].tolist(), "out": spy.scores[~coins].tolist()},
+    )
+
+
+def _guess(scores: Tensor, coins: Tensor, top: float, bottom: float) -> tuple[int, int]:
+    """How many guesses, and how many right ones, if the top share is said to be in and the bottom share out."""
+    count = len(scores)
+    ranking = scores.argsort(descending=True)
+    inside, outside = ranking[: int(count * top)], ranking[count - int(count * bottom) :]
+    return len(inside) + len(outside), int(coins[inside].sum() + (~coins[outside]).sum())
+
+
+class _Spy(Callback):
+    """Adds up how far updates went along each canary's normalised gradient: the fall of its loss over its norm."""
+
+    def __init__(self, canaries: tuple[Tensor, ...], loss_fn: LossFunction, every: int, progress: Progress):
+        self._canaries, self._loss_fn, self._every, self._progress = canaries, loss_fn, every, progress
+        self.scores = torch.zeros(len(canaries[0]), dtype=torch.float64)
+
+    def on_start(self, trainer: Trainer) -> None:
+        """The first look."""
+        self._losses, self._norms = self._look(trainer)
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Look again, now and then."""
+        self._progress(trainer.step / trainer.last_step)
+        if trainer.step % self._every and trainer.step != trainer.last_step:
+            return
+        losses, norms = self._look(trainer)
+        self.scores += ((self._losses - losses) / self._norms.clamp(min=1e-12)).nan_to_num(0.0, 0.0, 0.0)
+        self._losses, self._norms = losses, norms
+
+    def _look(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
+        found: list[Tensor] = []
+        losses: list[Tensor] = []
+        for start in range(0, len(self.scores), CHUNK):
+            batch = tuple(column[start : start + CHUNK] for column in self._canaries)
+
+            def keep(norms: Tensor) -> Tensor:
+                found.append(norms)
+                return norms
+
+            Gradients(trainer.run.engine, batch).count(keep)  # asked only to be shown the norms
+            with torch.no_grad():
+                losses.append(self._loss_fn(trainer.model, batch).detach())
+        return torch.cat(losses).double().cpu(), torch.cat(found).double().cpu()
+
+
+def random_canaries(dataset: Any, count: int, classes: int, *, loudness: float = 3.0, seed: int = 0) -> TensorDataset:
+    """Canaries for data of (inputs, labels), which can only be learnt by heart.
+
+    Every input is shuffled over the data by itself and made `loudness` times as strong; labels are drawn at random.
+    """
+    inputs, labels = columns(dataset)
+    generator = torch.Generator().manual_seed(seed)
+    flat = inputs.flatten(1)
+    rows = torch.randint(len(flat), (_checks.whole("count", count), flat.shape[1]), generator=generator)
+    mixed = loudness * flat.gather(0, rows).reshape(count, *inputs.shape[1:])
+    drawn = torch.randint(_checks.whole("classes", classes), (count,), generator=generator)
+    return TensorDataset(mixed, drawn.to(labels.dtype))

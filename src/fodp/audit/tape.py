@@ -1,0 +1,184 @@
+"""A run on tape: every lot it drew, every query it released, and what the world saw of it.
+
+Given the tape of a run on D, a run on D' is fed D's masks, random numbers and released values. Both then share
+one transcript and differ only in what they would have added noise to.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fodp import mechanism
+from fodp import run as run_module
+from fodp.audit.report import Progress, silent
+from fodp.mechanism import Query
+from fodp.plan import Plan
+from fodp.sampling import Lot
+from fodp.training.callbacks import Callback
+from fodp.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Released:
+    """One visit to the noise site."""
+
+    step: int
+    lot: Lot
+    value: Tensor
+    bound: float
+    std: float
+    result: Tensor
+
+
+@dataclass
+class Tape:
+    """What one run did."""
+
+    lots: dict[tuple[int, str], Lot] = field(default_factory=dict)
+    uniforms: dict[tuple[int, str], tuple[Tensor, Lot]] = field(default_factory=dict)
+    releases: list[Released] = field(default_factory=list)
+    seen: list[dict[str, Any]] = field(default_factory=list)  # after each step: parameters, state, optimizer
+
+    def events(self) -> list[tuple[float, float]]:
+        """(rate, joint noise multiplier) of each lot that released something, in order."""
+        multipliers: dict[Lot, list[float]] = {}
+        for r in self.releases:
+            multipliers.setdefault(r.lot, []).append(r.std / r.bound)
+        return [(lot.rate, sum(z**-2 for z in each) ** -0.5) for lot, each in multipliers.items()]
+
+
+def record(
+    trainer: Trainer,
+    *,
+    steps: int | None = None,
+    of: Tape | None = None,
+    without: int = -1,
+    watch: bool = True,
+    progress: Progress = silent,
+) -> Tape:
+    """Train for `steps` steps, or to the end of the plan, and keep the tape.
+
+    With `of`, replay that tape on the same data without row `without`. `watch` also keeps all that leaves the
+    run after each step.
+    """
+    tape = Tape()
+    last = trainer.plan.steps if steps is None else steps
+    _record_draws(trainer, tape, of, without)
+    trainer.callbacks.append(_Watch(tape, last, watch, progress))
+
+    def noise_site(query: Query, std: float, *rest: Any) -> Tensor:
+        result = mechanism.release(query, std, *rest)
+        if of is not None and len(tape.releases) < len(of.releases):
+            result = of.releases[len(tape.releases)].result.clone()
+        assert isinstance(query.lot, Lot)
+        released = Released(trainer.run.step, query.lot, query.value.clone(), query.bound, std, result.clone())
+        tape.releases.append(released)
+        return result
+
+    with _at_the_noise_site(noise_site):
+        trainer.fit()
+    return tape
+
+
+def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -> None:
+    run = trainer.run
+    draw, uniform = run.draw, run.uniform
+    last: list[Lot] = []
+
+    def taped_draw(rate: float | None = None, name: str = "") -> Lot:
+        lot = draw(rate, name)
+        if of is not None and (run.step, lot.name) in of.lots:
+            drawn = of.lots[run.step, lot.name].indices
+            others = drawn[drawn != without]
+            # The run knows this very lot, so its records are exchanged in place.
+            object.__setattr__(lot, "indices", others - (others > without).long())
+        tape.lots[run.step, lot.name] = lot
+        last[:] = [lot]
+        return lot
+
+    def taped_uniform(count: int, name: str) -> Tensor:
+        if of is None or (run.step, name) not in of.uniforms:
+            numbers = uniform(count, name)
+            if last:
+                tape.uniforms[run.step, name] = (numbers, last[0])
+            return numbers
+        numbers, lot = of.uniforms[run.step, name]
+        return numbers if len(numbers) == count else numbers[lot.indices != without]
+
+    run.draw, run.uniform = taped_draw, taped_uniform  # type: ignore[method-assign]
+
+
+@contextmanager
+def _at_the_noise_site(visit: Callable[..., Tensor]) -> Iterator[None]:
+    """Stand at the one place where a run adds noise. Not for two audits in two threads at the same time."""
+    names = vars(run_module)
+    before, names["release"] = names["release"], visit
+    try:
+        yield
+    finally:
+        names["release"] = before
+
+
+class _Watch(Callback):
+    """Notes after each step what leaves the run, and ends it where the tape ends."""
+
+    def __init__(self, tape: Tape, last: int, watch: bool, progress: Progress):
+        self._tape, self._last, self._watch, self._progress = tape, last, watch, progress
+
+    def on_step(self, trainer: Trainer) -> None:
+        """One more step."""
+        if self._watch:
+            self._tape.seen.append(
+                {
+                    "parameters": trainer.run.parameters().clone(),
+                    "state": trainer.run.state_dict(),
+                    "optimizer": _copied(trainer.optimizer.state_dict()),
+                }
+            )
+        trainer.interrupted = trainer.interrupted or trainer.step >= self._last
+        self._progress(trainer.step / self._last)
+
+
+def promised(plan: Plan, steps: int | None = None) -> list[tuple[float, float]]:
+    """Every event of the plan's first steps as (rate, noise multiplier), in order."""
+    every = [phase.events for phase in plan.events() for _ in range(phase.steps)][:steps]
+    return [(event.sampling_rate, event.noise_multiplier) for events in every for event in events]
+
+
+def event_faults(plan: Plan, tape: Tape, steps: int | None = None) -> list[str]:
+    """Where what was released in the first steps is not what was promised; a lower rate costs less and is none."""
+    emitted, expected = tape.events(), promised(plan, steps)
+    faults = []
+    if len(emitted) != len(expected):
+        faults.append(f"{len(emitted)} events were emitted, {len(expected)} promised")
+    faults += [
+        f"event {i} is ({rate:g}, {z:g}), promised was {expected[i]}"
+        for i, (rate, z) in enumerate(emitted[: len(expected)])
+        if rate > expected[i][0] or not math.isclose(z, expected[i][1], rel_tol=1e-9)
+    ]
+    return faults
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dicts and lists."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _copied(state: Any) -> Any:
+    """An optimizer's state holds its live tensors."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list | tuple) else state
