@@ -4,8 +4,6 @@ Every wrong version is registered as a method for its test. "Caught" means: the 
 were released are not the promised ones, or deleting an example changes more than it may.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -13,8 +11,9 @@ import torch
 
 import fodp
 from fodp.accounting import Event, Phase
+from fodp.audit.tape import event_faults
 from fodp.mechanism import Query
-from fodp.methods import METHODS, Method, register
+from fodp.methods import METHODS, Method
 from fodp.methods.base import Vectors
 from fodp.methods.disk import DiSK
 from fodp.methods.dp_adam_ac import DPAdamAC
@@ -24,7 +23,8 @@ from fodp.methods.dp_sat import DPSAT
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.sa_dpsgd import SADPSGD
-from methods_for_tests import delete_one, event_faults, plan, record, trainer, trajectory
+from methods_for_tests import delete_one, plan, record, trainer, trajectory
+from mutants_for_tests import CleanMemory, MeanOfTheLot, registered, std
 
 
 def faults(the_plan: fodp.Plan) -> list[str]:
@@ -33,19 +33,6 @@ def faults(the_plan: fodp.Plan) -> list[str]:
         return event_faults(the_plan, record(the_plan)) + delete_one(the_plan)
     except fodp.PrivacyError as refusal:
         return [f"refused: {refusal}"]
-
-
-@contextmanager
-def registered(method: type[Method]) -> Iterator[None]:
-    register(method)
-    try:
-        yield
-    finally:
-        del METHODS[method.name]
-
-
-def std(run) -> float:
-    return run.plan.noise_multiplier * run.clip_norm
 
 
 class CleanAscent(DPSAM):
@@ -186,21 +173,6 @@ class PromisesHalf(SADPSGD):
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps // 2),)
 
 
-class CleanMemory(FODPSGD):
-    """Remembers sums before noise: the example is in every later query too."""
-
-    name = "clean-memory"
-
-    def step(self, run, memory):
-        beta = self.params.beta
-        lot = run.draw()
-        s = run.gradients(lot).clipped_sum(run.clip_norm)
-        u = memory.read()
-        r = beta * s if u is None else beta * s + (1 - beta) * u
-        memory.write(r.value)
-        return run.release(lot, r, std(run))
-
-
 class UnscaledBound(FODPSGD):
     """Mixes two private sums and declares the bound of one."""
 
@@ -269,17 +241,6 @@ class ClippedSeparately(DiSK):
             query = Query(c * ahead.value + (1 - c) * here.value, C, lot)
         state.point = theta
         return run.release(lot, query, std(run))
-
-
-class MeanOfTheLot(DPSGD):
-    """Divides by the number of examples that were drawn instead of the public L."""
-
-    name = "mean-of-the-lot"
-
-    def step(self, run, state):
-        lot = run.draw()
-        release = run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run))
-        return release * (run.plan.lot_size / max(1, len(lot.indices)))
 
 
 class QueryOfTheMean(DPSGD):

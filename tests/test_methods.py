@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase
+from fodp.audit.tape import event_faults, promised, same
 from fodp.clipping import ascent
 from fodp.clipping.engine import Engine
 from fodp.data import load
@@ -29,14 +30,11 @@ from methods_for_tests import (
     StopAfter,
     data,
     delete_one,
-    event_faults,
     flat,
     losses,
     network,
     plan,
-    promised,
     record,
-    same,
     trainer,
     trajectory,
 )
