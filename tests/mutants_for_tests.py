@@ -63,9 +63,9 @@ def attacks(the_plan: fodp.Plan, make: MakeTrainer = plain_trainer) -> Iterator[
     """(a) to (d), each at the family-wise level."""
     model, dataset, canaries = problem()
     yield audit.attack_mechanism(the_plan, make, trials=6000, seed=SEED)
-    yield audit.attack_training(the_plan, model, losses, dataset, canaries, make, seed=SEED)
+    yield audit.attack_training(the_plan, model, losses, dataset, canaries, make, looks=25, seed=SEED)
     yield audit.replay_neighbours(the_plan, model, losses, dataset, make, seed=SEED)
-    yield audit.check_sampling(the_plan, make, steps=400, seed=SEED)
+    yield audit.check_sampling(the_plan, make, steps=250, seed=SEED)
 
 
 @contextmanager

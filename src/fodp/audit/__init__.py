@@ -7,20 +7,24 @@
 An attack that finds nothing proves nothing; one that finds something proves a mistake.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
+from fodp import _checks
 from fodp.audit.mechanism import attack_mechanism
 from fodp.audit.one_run import attack_training, random_canaries
 from fodp.audit.replay import replay_neighbours
-from fodp.audit.report import LEVEL, Finding, Progress, Report, silent
+from fodp.audit.report import LEVEL, Finding, Progress, Report
 from fodp.audit.sampling import check_sampling
 from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
 from fodp.clipping.engine import LossFunction
 from fodp.plan import Plan
 
 __all__ = [
+    "ATTACKS",
     "Canvas",
     "Finding",
     "MakeTrainer",
@@ -36,6 +40,10 @@ __all__ = [
 ]
 
 
+ATTACKS = ("mechanism", "sampling", "replay", "one-run")
+"""The attacks of a whole audit, in the order in which they are made."""
+
+
 def audit(
     plan: Plan,
     model: nn.Module,
@@ -44,29 +52,30 @@ def audit(
     canaries: Any,
     make: MakeTrainer = plain_trainer,
     *,
+    attacks: Sequence[str] = ATTACKS,
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Callable[[str, float], None] = lambda attack, done: None,
 ) -> Report:
-    """All four attacks on a plan and the pipeline that `make` builds for it.
+    """The chosen attacks on a plan and the pipeline that `make` builds for it.
 
     `make(model, loss_fn, dataset, plan)` returns a fresh trainer; give your own to audit your augmentation, your
     optimizer or your run. `dataset` and `canaries` are tensors or a `TensorDataset`. With a correct pipeline the
-    whole report is consistent with probability `confidence` at least.
+    whole report is consistent with probability `confidence` at least. `progress` is told an attack and how far it is.
     """
+    _checks.open_fraction("confidence", confidence)
+    chosen = [_checks.one_of("attack", attack, ATTACKS) for attack in attacks]
     each = 1 - (1 - confidence) / 3  # the replay is deterministic and needs no share
 
-    def part(place: int) -> Progress:
-        return lambda done: progress((place + done) / 4)
+    def attack(name: str) -> Finding:
+        common: dict[str, Any] = {"make": make, "seed": seed, "progress": functools.partial(progress, name)}
+        if name == "mechanism":
+            return attack_mechanism(plan, trials=trials, confidence=each, **common)
+        if name == "sampling":
+            return check_sampling(plan, confidence=each, **common)
+        if name == "replay":
+            return replay_neighbours(plan, model, loss_fn, dataset, **common)
+        return attack_training(plan, model, loss_fn, dataset, canaries, confidence=each, **common)
 
-    common: dict[str, Any] = {"make": make, "seed": seed}
-    return Report(
-        plan,
-        (
-            attack_mechanism(plan, trials=trials, confidence=each, progress=part(0), **common),
-            check_sampling(plan, confidence=each, progress=part(1), **common),
-            replay_neighbours(plan, model, loss_fn, dataset, progress=part(2), **common),
-            attack_training(plan, model, loss_fn, dataset, canaries, confidence=each, progress=part(3), **common),
-        ),
-    )
+    return Report(plan, tuple(attack(name) for name in chosen))

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fodp import _checks
-from fodp._checks import PrivacyError
 from fodp.audit.bounds import epsilon_at_exposure, exposure_lower
-from fodp.audit.report import LEVEL, Finding, Progress, refused, silent
+from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
 from fodp.plan import Plan
 
@@ -63,7 +62,7 @@ def attack_mechanism(
         everyone = replace(plan, sampling_rate=1.0, seed=seed + guesses.steps)
         try:
             _attack_run(everyone, make, turns, guesses, generator, progress)
-        except PrivacyError as refusal:
+        except Refused as refusal:
             return refused("mechanism", plan, refusal)
     return _finding(plan, guesses, confidence)
 
@@ -102,7 +101,8 @@ def _attack_run(
     for step in range(min(plan.steps, turns - guesses.steps)):
         painting, places = _paint(LOUD * plan.clip_norm, generator)
         canvas.show(painting)
-        released = run.take_step().detach().double().numpy().reshape(TENSORS, WIDTH)
+        with stepping():
+            released = run.take_step().detach().double().numpy().reshape(TENSORS, WIDTH)
         guesses.add(_scores(released, past, places), present, _promised_signal(plan, step))
         past = [*past, released][-LAGS:]
         progress(guesses.steps / turns)

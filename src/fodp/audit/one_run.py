@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fodp import _checks
-from fodp._checks import PrivacyError
 from fodp.audit.bounds import one_run_epsilon
-from fodp.audit.report import LEVEL, Finding, Progress, refused, silent
+from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import MakeTrainer, columns, plain_trainer
 from fodp.clipping.engine import LossFunction
 from fodp.clipping.gradients import Gradients
@@ -56,12 +55,15 @@ def attack_training(
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
     seeded = replace(plan, seed=seed if plan.seed is None else plan.seed)
     spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
+    trainer = make(copy.deepcopy(model), loss_fn, members, seeded)
+    trainer.callbacks.append(spy)
     try:
-        trainer = make(copy.deepcopy(model), loss_fn, members, seeded)
-        trainer.callbacks.append(spy)
-        trainer.fit()
-    except PrivacyError as refusal:
+        with stepping():
+            reason = trainer.fit().reason
+    except Refused as refusal:
         return refused("one-run", plan, refusal)
+    if reason == "interrupted":
+        raise KeyboardInterrupt
     guessed = [_guess(spy.scores, coins, *shares) for shares in SHARES]
     level = (1 - confidence) / len(SHARES)
     # Up to 2mδ of the guesses may be right for nothing, so at small levels the claim is tested at a smaller δ.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
-from fodp._checks import PrivacyError
-from fodp.audit.report import Finding, Progress, refused, silent
+from fodp.audit.report import Finding, Progress, Refused, refused, silent
 from fodp.audit.subject import Canvas, MakeTrainer, columns, plain_trainer
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
@@ -60,7 +59,7 @@ def replay_neighbours(
                 both = zip(whole.releases, part.releases, strict=False)
                 ratios += [_moved(a.value, b.value) / a.bound for a, b in both]
                 progress((place + done / len(odd)) / 2)
-    except PrivacyError as refusal:
+    except Refused as refusal:
         return refused("replay", plan, refusal)
     return _finding(plan, faults, ratios)
 

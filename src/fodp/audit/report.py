@@ -1,6 +1,7 @@
 """What an audit found: a lower bound on ε beside the claimed one, and whatever contradicts the claim."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,20 @@ class Finding:
         }
 
 
-def refused(attack: str, plan: Plan, refusal: PrivacyError) -> Finding:
+class Refused(PrivacyError):
+    """A run stopped itself in the middle of its steps."""
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """From here on a refusal is the run's and says something about it; before, it is the user's to mend."""
+    try:
+        yield
+    except PrivacyError as refusal:
+        raise Refused(str(refusal)) from refusal
+
+
+def refused(attack: str, plan: Plan, refusal: Refused) -> Finding:
     """The run stopped itself: what it does is not what its plan promises."""
     words = f"refused: {refusal}"
     return Finding(attack, words, (words,), {}, plan.epsilon(), plan.delta)

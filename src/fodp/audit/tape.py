@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fodp import mechanism
 from fodp import run as run_module
-from fodp.audit.report import Progress, silent
+from fodp.audit.report import Progress, silent, stepping
 from fodp.mechanism import Query
 from fodp.plan import Plan
 from fodp.sampling import Lot
@@ -80,8 +80,10 @@ def record(
         tape.releases.append(released)
         return result
 
-    with _at_the_noise_site(noise_site):
+    with _at_the_noise_site(noise_site), stepping():
         trainer.fit()
+    if trainer.step < last:
+        raise KeyboardInterrupt  # half a tape would look like missing events
     return tape
 
 
