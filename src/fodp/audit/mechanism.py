@@ -7,7 +7,6 @@ sampling is as declared is another attack's business.
 
 import math
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from torch.utils.data import TensorDataset
 from fodp import _checks
 from fodp.audit.bounds import epsilon_at_exposure, exposure_lower
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
+from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer, rehearsal
 from fodp.plan import Plan
 
 TENSORS = 3
@@ -59,7 +58,7 @@ def attack_mechanism(
     guesses = _Guesses()
     generator = torch.Generator().manual_seed(seed)
     while guesses.steps < turns:
-        everyone = replace(plan, sampling_rate=1.0, seed=seed + guesses.steps)
+        everyone = rehearsal(plan, seed + guesses.steps, sampling_rate=1.0)
         try:
             _attack_run(everyone, make, turns, guesses, generator, progress)
         except Refused as refusal:

@@ -5,7 +5,6 @@ every step, guesses about the canaries that it followed most and least.
 """
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import TensorDataset
 from fodp import _checks
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import MakeTrainer, columns, plain_trainer
+from fodp.audit.subject import MakeTrainer, columns, plain_trainer, rehearsal
 from fodp.clipping.engine import LossFunction
 from fodp.clipping.gradients import Gradients
 from fodp.plan import Plan
@@ -53,7 +52,7 @@ def attack_training(
     coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
     both = zip(rows, candidates, strict=True)
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
-    seeded = replace(plan, seed=seed if plan.seed is None else plan.seed)
+    seeded = rehearsal(plan, seed)
     spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
     trainer = make(copy.deepcopy(model), loss_fn, members, seeded)
     trainer.callbacks.append(spy)

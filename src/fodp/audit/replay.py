@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from fodp.audit.report import Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, columns, plain_trainer
+from fodp.audit.subject import Canvas, MakeTrainer, columns, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
 from fodp.clipping.gradients import FLOAT_TOLERANCE
@@ -42,7 +41,7 @@ def replay_neighbours(
     of a model, where one example can be as adverse as one likes. The sampling rate is raised so that they take part;
     dropout is switched off, for its masks move with the size of a lot. Deterministic: a fault is a fault.
     """
-    loud = replace(plan, sampling_rate=rate, seed=seed if plan.seed is None else plan.seed)
+    loud = rehearsal(plan, seed, sampling_rate=rate)
     steps = min(steps, plan.steps)
     faults: list[str] = []
     ratios: list[float] = []

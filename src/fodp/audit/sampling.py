@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils.data import TensorDataset
 from fodp import _checks
 from fodp.audit.bounds import two_sided
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
+from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record
 from fodp.plan import Plan
 from fodp.sampling import Lot
@@ -49,9 +48,9 @@ def check_sampling(
     turns = steps or min(MOST_STEPS, max(200, math.ceil(40 / rate)))
     faults: list[str] = []
     try:
-        few = _tape(replace(plan, steps=FEW_STEPS, seed=seed), make, FEW_RECORDS, silent)
-        faults += [f"{FEW_RECORDS} records: {f}" for f in event_faults(replace(plan, steps=FEW_STEPS), few)]
-        longer = replace(plan, steps=turns, seed=seed)
+        short, longer = rehearsal(plan, seed, steps=FEW_STEPS), rehearsal(plan, seed, steps=turns)
+        few = _tape(short, make, FEW_RECORDS, silent)
+        faults += [f"{FEW_RECORDS} records: {f}" for f in event_faults(short, few)]
         tape = _tape(longer, make, size, progress)
         faults += [f"{size} records: {f}" for f in event_faults(longer, tape)]
     except Refused as refusal:
