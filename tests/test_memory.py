@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fodp
-from fodp.memory import _BLOCK, noise_floor
+from fodp.memory import noise_floor
+from fodp.recall import BLOCK
 
 # --- the paper, transcribed --------------------------------------------------------------------------------
 # `history` is h_t = (s̃_0, …, s̃_{t-1}), the list of all releases so far; nothing is kept between steps but the
@@ -173,7 +174,7 @@ def test_fractional_memory_equals_the_paper(p, steps, size, scale, signal, dtype
     )
 
 
-@pytest.mark.parametrize("size", [_BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK + 5])
+@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_vectors_longer_than_a_block(size, dtype):
     p = DEFAULTS | {"window": 5, "tau": 1.0, "gamma": 0.3}
@@ -183,9 +184,9 @@ def test_vectors_longer_than_a_block(size, dtype):
 def test_one_block_more_than_the_others_counts():
     """Energy in the last entries only: a block that is left out would be seen."""
     p = DEFAULTS | {"tau": 1.0}
-    transcript = releases(10, _BLOCK + 3)
+    transcript = releases(10, BLOCK + 3)
     for release in transcript:
-        release[:_BLOCK] = 0
+        release[:BLOCK] = 0
     follow(fodp.FractionalMemory(**p), transcript, p)
 
 

@@ -16,6 +16,16 @@ from fodp.accounting import Event
 from fodp.noise import Streams
 
 
+class Term(Protocol):
+    """Something computed from earlier releases, worked out only when it is added to a release."""
+
+    def add_to(self, out: Tensor, factor: float) -> None:
+        """out += factor · its value."""
+
+
+Terms = tuple[tuple[float, "Tensor | Term"], ...]
+
+
 class Query:
     """A private value with a bound on what one example can change of it (ℓ2, add or remove one).
 
@@ -24,23 +34,27 @@ class Query:
     """
 
     def __init__(self, value: Tensor, bound: float, lot: object = None):
-        self._terms: tuple[tuple[float, Tensor], ...] = ((1.0, value),)
+        self._terms: Terms = ((1.0, value),)
+        self._like = value
         self.bound = _checks.at_least_zero("the bound of a query", bound)
         self.lot = lot
 
     @property
     def value(self) -> Tensor:
         """The private value itself; whatever is made of it has no noise and no guarantee."""
-        return self.add_to(torch.zeros_like(self._terms[0][1]))
+        return self.add_to(torch.zeros_like(self._like))
 
     def add_to(self, out: Tensor) -> Tensor:
         """Add the value to `out` in place."""
         for factor, term in self._terms:
-            out.add_(term, alpha=factor)
+            if isinstance(term, Tensor):
+                out.add_(term, alpha=factor)
+            else:
+                term.add_to(out, factor)
         return out
 
-    def _with(self, terms: tuple[tuple[float, Tensor], ...], bound: float) -> "Query":
-        query = Query(terms[0][1], bound, self.lot)
+    def _with(self, terms: "Terms", bound: float) -> "Query":
+        query = Query(self._like, bound, self.lot)
         query._terms = terms
         return query
 
@@ -59,7 +73,7 @@ class Query:
 
     __radd__ = __add__
 
-    def plus(self, released: Tensor, factor: float) -> "Query":
+    def plus(self, released: Tensor | Term, factor: float) -> "Query":
         """The query + factor·released, as `query + factor * released` but without making the product first."""
         return self._with((*self._terms, (_checks.number("a factor", factor), released)), self.bound)
 
@@ -83,7 +97,7 @@ def release(query: Query, std: float, noise: Noise, step: int, name: str) -> Ten
 
     Satisfies the guarantee of a Gaussian mechanism with multiplier `query.noise_multiplier(std)`.
     """
-    out = torch.empty_like(query._terms[0][1])
+    out = torch.empty_like(query._like)
     noise.normal_(out, std, step, name)
     return query.add_to(out)
 
@@ -138,7 +152,7 @@ class GaussianMechanism:
     def release(self, clipped_sum: Tensor) -> Tensor:
         """The private sum s̃; divide it by the public lot size L for a gradient."""
         query = self.beta * Query(clipped_sum, self.clip_norm)
-        u = None if self.memory is None else self.memory.read()
+        u = None if self.memory is None else getattr(self.memory, "recall", self.memory.read)()
         if u is not None:
             query = query.plus(u, 1 - self.beta)
         released = release(query, self.noise_multiplier * self.clip_norm, self._noise, self._step, "noise")

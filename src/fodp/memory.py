@@ -9,19 +9,14 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-
-# Inner products run in float32 over blocks of this many entries and are added up in float64:
-# exact enough for the scores at the speed of one pass through memory.
-_BLOCK = 1 << 16
+from fodp.recall import Floats, Recall, mix, squared_distances
 
 # The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
-Floats = npt.NDArray[np.float64]
 
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
@@ -41,10 +36,13 @@ class WindowMemory:
     Subclasses give the weights by lag; this class keeps the ring.
     """
 
+    _scored = False  # whether a trend is followed, in a row of its own before the ring
+
     def __init__(self, window: int):
         self.window = _checks.whole("window", window)
-        self._ring: Tensor | None = None  # K-1 rows, made at the first write
+        self._table: Tensor | None = None  # the trend's row if scored, then the ring's; made at the first write
         self._writes = 0
+        self._recall: Recall | None = None
 
     @property
     def filled(self) -> int:
@@ -64,23 +62,49 @@ class WindowMemory:
 
         Reading changes nothing. The result never aliases the memory.
         """
-        if self._ring is None or self.filled == 0:
+        recall = self._recalled()
+        if recall is None or self._table is None:
             return None
-        by_row = np.empty(self.filled)
-        by_row[self._rows()] = self._by_lag()
-        return torch.mv(self._ring[: self.filled].t(), torch.from_numpy(by_row).to(self._ring), out=out)
+        out = self._table.new_zeros(self._table.shape[1]) if out is None else out.zero_()
+        recall.add_to(out, 1.0)
+        return out
+
+    def recall(self) -> Recall | None:
+        """The memory state u as a term of a query: worked out as part of the release, in one pass over the window.
+
+        The inner products that `write` needs are taken on the way. Never use it after the next `write`.
+        """
+        self._recall = self._recalled(self._scored)
+        return self._recall
+
+    def _recalled(self, take_products: bool = False) -> Recall | None:
+        if self._table is None or self.filled == 0:
+            return None
+        weights = np.zeros(self._scored + self.filled)
+        weights[self._scored :][self._rows()] = self._by_lag()
+        return Recall(self._table[: len(weights)], weights, take_products)
 
     def write(self, release: Tensor) -> None:
         """Remember a release (a copy of it) and forget the oldest beyond the window."""
+        self._fit(release)
+        if self.window > 1:
+            self._ring()[self._writes % (self.window - 1)] = release
+        self._writes += 1
+        self._recall = None
+
+    def _fit(self, release: Tensor) -> None:
+        """Refuse what is not a release of this memory's size; make the table for the first one."""
         if release.dim() != 1:
             raise PrivacyError(f"a release is one flat vector, got shape {tuple(release.shape)}")
-        if self._ring is None:
-            self._ring = release.new_zeros(self.window - 1, release.numel())
-        if release.numel() != self._ring.shape[1]:
-            raise PrivacyError(f"a release of {release.numel()} entries does not fit {self._ring.shape[1]}")
-        if self.window > 1:
-            self._ring[self._writes % (self.window - 1)] = release
-        self._writes += 1
+        size = release.numel()
+        if self._table is None:
+            self._table = _table(self._scored + self.window - 1, size, release)
+        if size != self._table.shape[1]:
+            raise PrivacyError(f"a release of {size} entries does not fit {self._table.shape[1]}")
+
+    def _ring(self) -> Tensor:
+        assert self._table is not None
+        return self._table[self._scored :]
 
     def _rows(self) -> list[int]:
         """The ring rows of lags 1, 2, …: the newest release first."""
@@ -91,15 +115,24 @@ class WindowMemory:
         return {
             "window": self.window,
             "writes": self._writes,
-            "ring": None if self._ring is None else self._ring.clone(),
+            "ring": None if self._table is None else self._ring().clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
         if state["window"] != self.window:
             raise PrivacyError(f"the saved memory has window {state['window']}, this one {self.window}")
-        self._writes = int(state["writes"])
-        self._ring = None if state["ring"] is None else state["ring"].clone()
+        self._writes, self._table, self._recall = int(state["writes"]), None, None
+        ring = state["ring"]
+        if ring is not None:
+            self._table = _table(self._scored + len(ring), ring.shape[1], ring)
+            self._ring().copy_(ring)
+
+
+def _table(rows: int, size: int, like: Tensor) -> Tensor:
+    """Zeroed rows that each begin at a cache line's multiple from the first."""
+    stride = -(-size // 16) * 16
+    return like.new_zeros(rows, stride)[:, :size]
 
 
 class UniformMemory(WindowMemory):
@@ -168,31 +201,48 @@ class FractionalMemory(WindowMemory):
         self.eps = _checks.positive("eps", eps)
         self._lags = np.arange(1, self.window, dtype=np.float64)
         self._log_power_law: Floats = (self.alpha - 1) * np.log(self._lags + 1) - self.lam * self._lags
-        self._trend: Tensor | None = None  # the EMA of all releases, also those beyond the window
+        self._scored = self.tau > 0 and self.window > 1  # else the kernel is fixed: no score is ever asked for
         # Inner products that give every score without another pass over the ring, by ring row:
         self._squares: Floats = np.zeros(self.window - 1)  # ‖s̃‖²
+        self._along: Floats = np.zeros(self.window - 1)  # ⟨s̃, EMA⟩
         self._distances: Floats = np.zeros(self.window - 1)  # ‖s̃ - EMA‖
         self._trend_square = 0.0  # ‖EMA‖²
 
     def write(self, release: Tensor) -> None:
         """Remember a release and follow the trend: EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA."""
-        row = self._writes % max(1, self.window - 1)
+        self._fit(release)
+        if self._scored:
+            self._follow(release)
         super().write(release)
-        if self.tau == 0 or self.window == 1:
-            return  # the kernel is fixed: no score is ever asked for
-        assert self._ring is not None
-        if self._trend is None:
-            self._trend = release.clone()
+
+    def _follow(self, release: Tensor) -> None:
+        """Move the trend, its own row of the table, and the inner products with it; the release's row comes next."""
+        assert self._table is not None
+        trend, gamma, rows = self._table[0], self.gamma, self.filled
+        products = None if self._recall is None else self._recall.products(release)
+        if products is None:
+            products = mix(release.detach().clone(), self._table[: 1 + rows], np.zeros(1 + rows), True)
+            assert products is not None
+        along, square = float(products[0]), float(products[-1])
+        new = self._writes % (self.window - 1)
+        if self._writes == 0:
+            trend.copy_(release)
+            along, gamma = square, 1.0
         else:
-            self._trend.lerp_(release, self.gamma)
-        # One Gram row per step: the trend against every remembered release, and itself.
-        ring, squares = self._ring[: self.filled], self._squares[: self.filled]
-        self._trend_square, squares[row] = _square(self._trend), _square(release)
-        apart = squares - 2 * _inner(ring, self._trend) + self._trend_square
-        close = apart < _CANCELS * (squares + self._trend_square)
-        if close.any():  # under noise only in the first few steps, or when γ is near one
-            apart[close] = _squared_distances(ring[torch.from_numpy(close).to(ring.device)], self._trend)
-        self._distances[: self.filled] = np.sqrt(apart)
+            trend.lerp_(release, gamma)
+        self._trend_square = (
+            gamma**2 * square + 2 * gamma * (1 - gamma) * along + (1 - gamma) ** 2 * self._trend_square
+        )
+        self._along[:rows] += gamma * (products[1:-1] - self._along[:rows])
+        self._squares[new], self._along[new] = square, gamma * square + (1 - gamma) * along
+        rows = max(rows, new + 1)
+        squares = self._squares[:rows]
+        apart = squares - 2 * self._along[:rows] + self._trend_square
+        close = np.flatnonzero(apart < _CANCELS * (squares + self._trend_square))
+        for row in close:  # under noise only in the first few steps, or when γ is near one
+            remembered = release if row == new else self._ring()[row]
+            apart[row] = squared_distances(remembered.unsqueeze(0), trend)[0]
+        self._distances[:rows] = np.sqrt(apart)
 
     @property
     def inconsistency(self) -> Tensor:
@@ -227,8 +277,9 @@ class FractionalMemory(WindowMemory):
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
         return super().state_dict() | {
-            "trend": None if self._trend is None else self._trend.clone(),
+            "trend": self._table[0].clone() if self._scored and self._table is not None else None,
             "squares": torch.from_numpy(self._squares.copy()),
+            "along": torch.from_numpy(self._along.copy()),
             "distances": torch.from_numpy(self._distances.copy()),
             "trend_square": self._trend_square,
         }
@@ -236,26 +287,9 @@ class FractionalMemory(WindowMemory):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
-        self._trend = None if state["trend"] is None else state["trend"].clone()
+        if self._scored and self._table is not None:
+            self._table[0] = state["trend"]
         self._squares = state["squares"].cpu().numpy().copy()
+        self._along = state["along"].cpu().numpy().copy()
         self._distances = state["distances"].cpu().numpy().copy()
         self._trend_square = float(state["trend_square"])
-
-
-def _inner(rows: Tensor, vector: Tensor) -> Floats:
-    """⟨row, vector⟩ of every row, summed over blocks in float64."""
-    starts = range(0, len(vector), _BLOCK)
-    parts = torch.stack([torch.mv(rows[:, i : i + _BLOCK], vector[i : i + _BLOCK]) for i in starts])
-    return parts.cpu().numpy().sum(0, dtype=np.float64)
-
-
-def _square(vector: Tensor) -> float:
-    """‖vector‖², summed over blocks in float64."""
-    return math.fsum(torch.stack([torch.dot(part, part) for part in vector.split(_BLOCK)]).tolist())
-
-
-def _squared_distances(rows: Tensor, vector: Tensor) -> Floats:
-    """‖row - vector‖² of every row: subtracted first, so that nothing cancels; blocks as in `_inner`."""
-    starts = range(0, len(vector), _BLOCK)
-    parts = [(rows[:, i : i + _BLOCK] - vector[i : i + _BLOCK]).square_().sum(1) for i in starts]
-    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)

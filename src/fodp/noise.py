@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from fodp import _checks
+from fodp import _checks, kernels
 from fodp._checks import PrivacyError
 
 Array = npt.NDArray[Any]
@@ -70,8 +70,8 @@ class Streams:
     cannot be copied or pickled, its key is in no `repr`, and in a forked child it takes a fresh key before
     the first draw. A seeded instance may replay, and is no more than its seed.
 
-    Seeded normals repeat bit for bit on machines of one kind; where NumPy uses other vector instructions or
-    versions the last bits may differ. Words and masks are the same everywhere.
+    Seeded normals repeat bit for bit on machines of one kind; where a C compiler is missing, or NumPy uses other
+    vector instructions or versions, the last bits may differ. Words and masks are the same everywhere.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -211,21 +211,33 @@ _scratch = _Scratch()
 def _fill_normal(out: Array, std: float, keystream: CipherContext) -> None:
     """Fill a flat array: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
     angle_type = _ANGLE_WORDS[out.dtype.name]
+    compiled = kernels.library() if out.dtype == np.float32 else None
+    words = _scratch.keystream
     for start in range(0, out.size, 2 * PAIRS):
         block = out[start : start + 2 * PAIRS]
         pairs = (block.size + 1) // 2
         size = pairs * (8 + angle_type.itemsize)
-        keystream.update_into(_ZEROS[:size], _scratch.keystream.data)
-        radius = _scratch.radius.view(out.dtype)[:pairs]
-        radii(_scratch.keystream[: 8 * pairs].view("<i8"), _scratch.wide[:pairs], radius)
-        radius *= std
-        angle = _scratch.angle.view(out.dtype)[:pairs]
-        angles(_scratch.keystream[8 * pairs : size].view(angle_type), angle)
-        first, second = block[:pairs], block[pairs:]
-        np.cos(angle, out=first)
-        first *= radius
-        np.sin(angle, out=angle)
-        np.multiply(angle[: second.size], radius[: second.size], out=second)
+        keystream.update_into(_ZEROS[:size], words.data)
+        if compiled is not None:
+            first, source = block.ctypes.data, words.ctypes.data
+            compiled.fodp_normals(
+                first, first + 4 * pairs, source, source + 8 * pairs, pairs, block.size - pairs, std
+            )
+        else:
+            _normals(block, std, words[: 8 * pairs].view("<i8"), words[8 * pairs : size].view(angle_type))
+
+
+def _normals(block: Array, std: float, radius_words: Array, angle_words: Array) -> None:
+    """The reference: what the compiled kernel does, in NumPy."""
+    pairs = radius_words.size
+    radius = radii(radius_words, _scratch.wide[:pairs], _scratch.radius.view(block.dtype)[:pairs])
+    radius *= std
+    angle = angles(angle_words, _scratch.angle.view(block.dtype)[:pairs])
+    first, second = block[:pairs], block[pairs:]
+    np.cos(angle, out=first)
+    first *= radius
+    np.sin(angle, out=angle)
+    np.multiply(angle[: second.size], radius[: second.size], out=second)
 
 
 def _standard_deviation(std: float, dtype: torch.dtype) -> float:

@@ -90,7 +90,7 @@ class FODPSGD(Method):
 
         lot = run.draw()  # line 3: m_i ~ Bernoulli(q)
         s = run.gradients(lot).clipped_sum(C)  # line 4: s_t, sensitivity C
-        u = memory.read()  # lines 5 to 15: u_{t-1}, None while K_t = 1
+        u = memory.recall()  # lines 5 to 15: u_{t-1}, None while K_t = 1; read as it is mixed in
         r = beta * s if u is None else (beta * s).plus(u, 1 - beta)  # lines 7, 16: r_t, sensitivity βC
         release = run.release(lot, r, std=sigma * C)  # line 18: s̃_t = r_t + N(0, σ²C²)
         memory.write(release)  # lines 20 to 25: buffer and EMA trend

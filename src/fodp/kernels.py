@@ -1,0 +1,200 @@
+"""Two hot loops in C, compiled once per machine where a C compiler exists: normals, and the pass over a memory.
+
+Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
+in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
+compiled at its first use (under a second) into the user's cache folder and is used only if it reproduces the
+reference. `FODP_KERNELS=0` in the environment does without it.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+SOURCE = r"""
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Vectors of the compiler: it cuts them to what the processor has. */
+#define LANES 16
+typedef double  doubles __attribute__((vector_size(8 * LANES)));
+typedef int64_t longs   __attribute__((vector_size(8 * LANES)));
+typedef float   floats  __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints    __attribute__((vector_size(4 * LANES)));
+
+/* -2 ln u with u = (|word| + 1/2) / 2^63 = 2^k (1 + f), sqrt(1/2) <= 1 + f < sqrt(2). f is exact before it is
+   rounded to float, so the result has all digits of a float near u = 1 too. Polynomial: Cephes' logf. */
+static inline floats minus_two_log(longs word) {
+    doubles u = (doubles)((longs)__builtin_convertvector(word, doubles) & 0x7FFFFFFFFFFFFFFFLL);
+    u = (u + 0.5) * 0x1p-63;
+    longs exponent = ((longs)u - 0x3FE6A09E667F3BCDLL) >> 52;
+    doubles rest = (doubles)((longs)u - (exponent << 52)) - 1.0;
+    floats f = __builtin_convertvector(rest, floats), k = __builtin_convertvector(exponent, floats), f2 = f * f;
+    floats p = 7.0376836292E-2f * f - 1.1514610310E-1f;
+    p = p * f + 1.1676998740E-1f;
+    p = p * f - 1.2420140846E-1f;
+    p = p * f + 1.4249322787E-1f;
+    p = p * f - 1.6668057665E-1f;
+    p = p * f + 2.0000714765E-1f;
+    p = p * f - 2.4999993993E-1f;
+    p = p * f + 3.3333331174E-1f;
+    p = p * f * f2 - k * 2.12194440e-4f - 0.5f * f2;
+    floats result = -2.0f * ((f + p) + k * 0.693359375f);
+    return (floats)((ints)result & (result > 0));
+}
+
+/* Cosine and sine of pi * word / 2^31: quadrant by integers, Cephes' polynomials in [-pi/4, pi/4]. */
+static inline void direction(ints word, floats *cosine, floats *sine) {
+    ints quadrant = (word + (1 << 29)) >> 30;
+    floats x = __builtin_convertvector(word - (quadrant << 30), floats) * 1.4629180792671596e-9f, x2 = x * x;
+    floats s = ((-1.9515295891E-4f * x2 + 8.3321608736E-3f) * x2 - 1.6666654611E-1f) * x2 * x + x;
+    floats c = ((2.443315711809948E-5f * x2 - 1.388731625493765E-3f) * x2 + 4.166664568298827E-2f) * x2 * x2;
+    c = c - 0.5f * x2 + 1.0f;
+    ints odd = -(quadrant & 1);
+    ints swapped_c = ((ints)s & odd) | ((ints)c & ~odd), swapped_s = ((ints)c & odd) | ((ints)s & ~odd);
+    *cosine = (floats)(swapped_c ^ (((quadrant + 1) & 2) << 30));
+    *sine = (floats)(swapped_s ^ ((quadrant & 2) << 30));
+}
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* first[i] = std r cos(a), second[i] = std r sin(a), from 64-bit words for r and 32-bit words for a.
+   seconds is pairs, or pairs - 1 when the numbers are odd. */
+#define CHUNK 1024
+void fodp_normals(float *first, float *second, const char *radius_words, const char *angle_words,
+                  size_t pairs, size_t seconds, float std) {
+    float radius[CHUNK];
+    for (size_t start = 0; start < pairs; start += CHUNK) {
+        size_t count = least(pairs - start, CHUNK);
+        for (size_t i = 0; i < count; i += LANES) {
+            longs word = {0};
+            if (count - i >= LANES) memcpy(&word, radius_words + 8 * (start + i), sizeof word);
+            else memcpy(&word, radius_words + 8 * (start + i), 8 * (count - i));
+            floats square = minus_two_log(word);
+            memcpy(radius + i, &square, sizeof square);
+        }
+        for (size_t i = 0; i < count; i++) radius[i] = std * sqrtf(radius[i]);
+        for (size_t i = 0; i < count; i += LANES) {
+            size_t at = start + i, n = least(count - i, LANES);
+            ints word = {0};
+            floats r, c, s;
+            memcpy(&r, radius + i, sizeof r);
+            if (at + LANES <= seconds) {
+                memcpy(&word, angle_words + 4 * at, sizeof word);
+                direction(word, &c, &s);
+                c *= r, s *= r;
+                memcpy(first + at, &c, sizeof c);
+                memcpy(second + at, &s, sizeof s);
+            } else {
+                memcpy(&word, angle_words + 4 * at, 4 * n);
+                direction(word, &c, &s);
+                c *= r, s *= r;
+                memcpy(first + at, &c, 4 * n);
+                memcpy(second + at, &s, 4 * least(seconds - at, n));
+            }
+        }
+    }
+}
+
+/* out += sum_r weights[r] rows[r]; then, of the new out, dots[r] = <rows[r], out> and dots[count] = <out, out>.
+   Block by block, so that rows come from main memory once. Sums of a block in float, of blocks in double. */
+#define COLUMNS 2048
+void fodp_recall(float *restrict out, const float *restrict rows, size_t stride, size_t count, size_t size,
+                 const float *restrict weights, double *restrict dots) {
+    for (size_t r = 0; dots && r <= count; r++) dots[r] = 0;
+    for (size_t start = 0; start < size; start += COLUMNS) {
+        size_t n = least(size - start, COLUMNS);
+        float *restrict block = out + start;
+        for (size_t r = 0; r < count; r++) {
+            const float *restrict row = rows + r * stride + start;
+            float weight = weights[r];
+            for (size_t i = 0; i < n; i++) block[i] += weight * row[i];
+        }
+        for (size_t r = 0; dots && r <= count; r++) {
+            const float *row = r < count ? rows + r * stride + start : block;
+            float sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (size_t i = 0; i < n; i++) sum += row[i] * block[i];
+            dots[r] += sum;
+        }
+    }
+}
+"""
+
+_FLAGS = "-O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp-simd -shared -fPIC -Wno-psabi"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, None where there is none or it does not reproduce the reference."""
+    if os.environ.get("FODP_KERNELS") == "0" or sys.platform != "linux" or sys.byteorder != "little":
+        return None
+    try:
+        found = ctypes.CDLL(str(_compiled()))
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
+        found.fodp_recall.argtypes = [pointer, pointer, size, size, size, pointer, pointer]
+        found.fodp_normals.restype = found.fodp_recall.restype = None
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+    return found if _right(found) else None
+
+
+def _compiled() -> Path:
+    """The library's file in the cache folder of this user, for this source, compiler and processor."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("no C compiler")
+    cpu = "".join(sorted(set(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line)))
+    identity = "\n".join([SOURCE, _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fodp"
+    path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            source, result = Path(scratch, "kernels.c"), Path(scratch, "kernels.so")
+            source.write_text(SOURCE)
+            command = [compiler, *_FLAGS.split(), str(source), "-o", str(result), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            os.replace(result, path)  # at once: other processes may be doing the same
+    for owned in (folder, path):  # nobody else may have put it there
+        about = owned.stat()
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OSError(f"{owned} can be written by others")
+    return path
+
+
+def _right(found: ctypes.CDLL) -> bool:
+    """Whether the compiled loops give what NumPy gives in float64."""
+    numbers = np.random.default_rng(0)
+    pairs, seconds = 3011, 3010
+    words, turns = numbers.integers(-(2**63), 2**63, pairs), numbers.integers(-(2**31), 2**31, pairs, dtype=np.int32)
+    words[:40] >>= np.arange(40)  # far into the tail
+    words[40:43], turns[:3] = (0, 2**63 - 1, -(2**63)), (-(2**31), 2**31 - 1, 0)
+    normals = np.empty(pairs + seconds, np.float32)
+    second = normals[pairs:].ctypes.data
+    found.fodp_normals(normals.ctypes.data, second, words.ctypes.data, turns.ctypes.data, pairs, seconds, 3.0)
+    radius = 3 * np.sqrt(-2 * np.log((np.abs(words.astype(np.float64)) + 0.5) * 2.0**-63))
+    angle = turns * (np.pi / 2**31)
+    expected = np.concatenate([radius * np.cos(angle), (radius * np.sin(angle))[:seconds]])
+    allowed = 1e-6 * np.concatenate([radius, radius[:seconds]]) + 1e-7
+    rows, out = numbers.standard_normal((3, 5003), np.float32), numbers.standard_normal(5003, np.float32)
+    weights, dots = np.array([0.5, 0.0, -2.0], np.float32), np.empty(4)
+    mixed = out + weights.astype(np.float64) @ rows
+    found.fodp_recall(out.ctypes.data, rows.ctypes.data, 5003, 3, 5003, weights.ctypes.data, dots.ctypes.data)
+    return bool(
+        np.all(np.abs(normals - expected) <= allowed)
+        and np.allclose(out, mixed, rtol=1e-5, atol=1e-5)
+        and np.allclose(dots, [*(rows @ mixed), mixed @ mixed], rtol=1e-4, atol=1e-1)
+    )
