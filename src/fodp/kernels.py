@@ -108,26 +108,37 @@ void fodp_normals(float *first, float *second, const char *radius_words, const c
 }
 
 /* out += sum_r weights[r] rows[r]; then, of the new out, dots[r] = <rows[r], out> and dots[count] = <out, out>.
-   Block by block, so that rows come from main memory once. Sums of a block in float, of blocks in double. */
-#define COLUMNS 2048
+   Block by block, so that rows come from main memory once, and eight rows at a time: one alone would keep the
+   processor waiting for memory. Sums of a block in float, of blocks in double. */
+#define COLUMNS 4096
+#define EIGHT(M) M(0) M(1) M(2) M(3) M(4) M(5) M(6) M(7)
+#define ROW(j) const float *restrict row##j = rows + least(r + j, count - 1) * stride + start;
+#define WEIGHT(j) float weight##j = r + j < count ? weights[r + j] : 0;
+#define MIX(j) + weight##j * row##j[i]
+#define ZERO(j) float sum##j = 0;
+#define SUM(j) sum##j += row##j[i] * block[i];
+#define KEEP(j) if (r + j < count) dots[r + j] += sum##j;
 void fodp_recall(float *restrict out, const float *restrict rows, size_t stride, size_t count, size_t size,
                  const float *restrict weights, double *restrict dots) {
     for (size_t r = 0; dots && r <= count; r++) dots[r] = 0;
     for (size_t start = 0; start < size; start += COLUMNS) {
         size_t n = least(size - start, COLUMNS);
         float *restrict block = out + start;
-        for (size_t r = 0; r < count; r++) {
-            const float *restrict row = rows + r * stride + start;
-            float weight = weights[r];
-            for (size_t i = 0; i < n; i++) block[i] += weight * row[i];
+        for (size_t r = 0; r < count; r += 8) {
+            EIGHT(ROW) EIGHT(WEIGHT)
+            for (size_t i = 0; i < n; i++) block[i] = block[i] EIGHT(MIX);
         }
-        for (size_t r = 0; dots && r <= count; r++) {
-            const float *row = r < count ? rows + r * stride + start : block;
-            float sum = 0;
-            #pragma omp simd reduction(+ : sum)
-            for (size_t i = 0; i < n; i++) sum += row[i] * block[i];
-            dots[r] += sum;
+        if (!dots) continue;
+        for (size_t r = 0; r < count; r += 8) {
+            EIGHT(ROW) EIGHT(ZERO)
+            #pragma omp simd reduction(+ : sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7)
+            for (size_t i = 0; i < n; i++) { EIGHT(SUM) }
+            EIGHT(KEEP)
         }
+        float square = 0;
+        #pragma omp simd reduction(+ : square)
+        for (size_t i = 0; i < n; i++) square += block[i] * block[i];
+        dots[count] += square;
     }
 }
 """
@@ -189,10 +200,10 @@ def _right(found: ctypes.CDLL) -> bool:
     angle = turns * (np.pi / 2**31)
     expected = np.concatenate([radius * np.cos(angle), (radius * np.sin(angle))[:seconds]])
     allowed = 1e-6 * np.concatenate([radius, radius[:seconds]]) + 1e-7
-    rows, out = numbers.standard_normal((3, 5003), np.float32), numbers.standard_normal(5003, np.float32)
-    weights, dots = np.array([0.5, 0.0, -2.0], np.float32), np.empty(4)
+    rows, out = numbers.standard_normal((11, 5003), np.float32), numbers.standard_normal(5003, np.float32)
+    weights, dots = numbers.standard_normal(11, np.float32), np.empty(12)
     mixed = out + weights.astype(np.float64) @ rows
-    found.fodp_recall(out.ctypes.data, rows.ctypes.data, 5003, 3, 5003, weights.ctypes.data, dots.ctypes.data)
+    found.fodp_recall(out.ctypes.data, rows.ctypes.data, 5003, 11, 5003, weights.ctypes.data, dots.ctypes.data)
     return bool(
         np.all(np.abs(normals - expected) <= allowed)
         and np.allclose(out, mixed, rtol=1e-5, atol=1e-5)
