@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fodp._checks import PrivacyError
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, rules
-from fodp.clipping.uses import Outer
+from fodp.clipping.uses import Product
 from models_for_tests import (
     FAST,
     LAYERS,
@@ -152,14 +152,14 @@ def test_the_self_check_sees_exchanged_examples_of_equal_norm() -> None:
 @pytest.mark.rule(4)
 @pytest.mark.parametrize("part", ["norms", "sum"])
 def test_the_self_check_sees_a_wrong_rule(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(Outer):
+    class Wrong(Product):
         def squared_norms(self) -> Tensor:
             return super().squared_norms() * (0.9 if part == "norms" else 1)
 
         def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
             super().add_weighted(out, weights * (1.1 if part == "sum" else 1), accumulate)
 
-    monkeypatch.setattr(rules, "Outer", Wrong)
+    monkeypatch.setattr(rules, "Product", Wrong)
     model, x = mlp(), vectors()
     with pytest.warns(UserWarning, match="for 0.weight the layer rules and the one-example loop disagree"):
         found = clipped_sum(model, probe, x, 0.3)
@@ -1042,7 +1042,7 @@ def test_the_backward_pass_skips_ordinary_weight_gradients() -> None:
     engine = checked_engine(model, probe, x)
     with Operations() as seen:
         Gradients(engine, x).clipped_sum(0.5)
-    assert seen.products() == {"aten.addmm.default": 3, "aten.mm.default": 2, "aten.addmm.out": 3}
+    assert seen.products() == {"aten.addmm.default": 3, "aten.mm.default": 2, "aten.mm.out": 3}
     with Operations() as ordinary:
         probe(model, x).sum().backward()
     assert sum(ordinary.products().values()) == 8  # what is compared with has the same number

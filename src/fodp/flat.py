@@ -1,5 +1,9 @@
 """One flat vector over the trainable parameters, in `model.parameters()` order."""
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +30,13 @@ class Layout:
         # Half-precision parameters still get float32 releases: norms and noise need the range.
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if is_double else torch.float32
+        counts = [p.numel() for p in self.parameters]
+        starts = accumulate([0, *counts[:-1]])
+        self._places = [(p.shape, _strides(p.shape), at) for p, at in zip(self.parameters, starts, strict=True)]
+
+    def empty(self) -> Tensor:
+        """A fresh flat vector, not filled."""
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
 
     def zeros(self) -> Tensor:
         """A fresh flat vector of zeros."""
@@ -35,8 +46,10 @@ class Layout:
         """The flat vector seen as one tensor per parameter; writing to them writes to it."""
         if flat.shape != (self.size,):
             raise PrivacyError(f"expected a flat vector of {self.size} entries, got shape {tuple(flat.shape)}")
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        if flat.stride(0) != 1 and self.size > 1:
+            raise PrivacyError("a flat vector must be contiguous")
+        begin = flat.storage_offset()
+        return [flat.as_strided(shape, strides, begin + at) for shape, strides, at in self._places]
 
     def read(self) -> Tensor:
         """A copy of the parameters as one flat vector."""
@@ -47,6 +60,11 @@ class Layout:
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views(flat), strict=True):
                 parameter.copy_(view)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class GradientBuffer:

@@ -21,6 +21,8 @@ from fodp.recall import Floats, Recall, mix, squared_distances
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
 
+_HUGE = 1e150
+
 
 def noise_floor(std: float, size: int, gamma: float) -> float:
     """Norm that the EMA trend has when releases are nothing but noise: std·√(D·γ/(2-γ)).
@@ -266,11 +268,9 @@ class FractionalMemory(WindowMemory):
         if not self.filled:
             return log_kernel.copy()
         if self.tau > 0:
-            with np.errstate(over="ignore"):  # a tempering beyond all floats is a weight of zero
-                log_kernel = (
-                    log_kernel - self._confidence() * self.tau * self._inconsistency() * self._lags[: self.filled]
-                )
-            log_kernel = np.maximum(log_kernel, -np.finfo(np.float64).max)
+            # A tempering beyond all floats is a weight of zero: the limits only keep it finite.
+            tempering = np.minimum(self._inconsistency(), _HUGE) * min(self._confidence() * self.tau, _HUGE)
+            log_kernel = log_kernel - tempering * self._lags[: self.filled]
         kernel: Floats = np.exp(log_kernel - log_kernel.max())  # the largest is one: no under- or overflow of the sum
         return kernel / kernel.sum()
 

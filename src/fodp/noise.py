@@ -45,7 +45,7 @@ Array = npt.NDArray[Any]
 PAIRS: Final = 32768
 _MARGIN: Final = 16  # `cryptography` may ask for room for one block more than it writes
 _ZEROS: Final = memoryview(bytes(16 * PAIRS))  # the keystream is the encryption of zeros
-_ANGLE_WORDS: Final[dict[str, np.dtype[Any]]] = {"float32": np.dtype("<i4"), "float64": np.dtype("<i8")}
+_ANGLE_WORDS: Final = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
 
 _forks = 0  # how many times this process's line of ancestors has forked since this module was loaded
 
@@ -107,10 +107,10 @@ class Streams:
             if checked == 0:
                 return out.zero_()
             if out.device.type == "cpu" and out.is_contiguous():
-                _fill_normal(out.detach().view(-1).numpy(), checked, keystream)
+                _fill_normal(out, checked, keystream)
                 return out
             host = torch.empty(out.shape, dtype=out.dtype)
-            _fill_normal(host.view(-1).numpy(), checked, keystream)
+            _fill_normal(host, checked, keystream)
             return out.copy_(host)
 
     def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
@@ -200,6 +200,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.keystream = np.empty(len(_ZEROS) + _MARGIN, dtype=np.uint8)
+        self.address = self.keystream.ctypes.data
         self.wide = np.empty(PAIRS)
         self.radius = np.empty(PAIRS)
         self.angle = np.empty(PAIRS)
@@ -208,22 +209,22 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _fill_normal(out: Array, std: float, keystream: CipherContext) -> None:
-    """Fill a flat array: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
-    angle_type = _ANGLE_WORDS[out.dtype.name]
-    compiled = kernels.library() if out.dtype == np.float32 else None
-    words = _scratch.keystream
-    for start in range(0, out.size, 2 * PAIRS):
-        block = out[start : start + 2 * PAIRS]
-        pairs = (block.size + 1) // 2
+def _fill_normal(out: torch.Tensor, std: float, keystream: CipherContext) -> None:
+    """Fill a contiguous tensor: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
+    flat = out.detach().view(-1).numpy()
+    angle_type = _ANGLE_WORDS[out.dtype]
+    compiled = kernels.library() if out.dtype == torch.float32 else None
+    words, source = _scratch.keystream, _scratch.address
+    for start in range(0, flat.size, 2 * PAIRS):
+        count = min(2 * PAIRS, flat.size - start)
+        pairs = (count + 1) // 2
         size = pairs * (8 + angle_type.itemsize)
         keystream.update_into(_ZEROS[:size], words.data)
         if compiled is not None:
-            first, source = block.ctypes.data, words.ctypes.data
-            compiled.fodp_normals(
-                first, first + 4 * pairs, source, source + 8 * pairs, pairs, block.size - pairs, std
-            )
+            first = out.data_ptr() + 4 * start
+            compiled.fodp_normals(first, first + 4 * pairs, source, source + 8 * pairs, pairs, count - pairs, std)
         else:
+            block = flat[start : start + count]
             _normals(block, std, words[: 8 * pairs].view("<i8"), words[8 * pairs : size].view(angle_type))
 
 

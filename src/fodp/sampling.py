@@ -5,6 +5,7 @@ it is empty, and nothing but the lot itself shows how many records it has: that 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -34,10 +35,15 @@ def poisson_indices(words: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[n
     The bound is exact integer arithmetic: with uniform words each place is taken with a probability of at
     most `rate`, short of it by less than 2⁻⁶⁴, and a rate of 1 takes all.
     """
-    bound = int(math.ldexp(_checks.fraction("rate", rate), 64))  # scaling by 2⁶⁴ is exact, int() rounds down
-    if bound == 2**64:
-        return np.arange(words.size, dtype=np.int64)
-    return np.flatnonzero(words < np.uint64(bound))
+    bound = _bound(_checks.fraction("rate", rate))
+    return np.arange(words.size, dtype=np.int64) if bound is None else np.flatnonzero(words < bound)
+
+
+@functools.cache
+def _bound(rate: float) -> np.uint64 | None:
+    """⌊rate·2⁶⁴⌋, None for the rate 1."""
+    bound = int(math.ldexp(rate, 64))  # scaling by 2⁶⁴ is exact, int() rounds down
+    return None if bound == 2**64 else np.uint64(bound)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.module import register_module_forward_hook
 
 from fodp._checks import PrivacyError
 from fodp.clipping import fallback
@@ -48,8 +50,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[int]
-    edges: list[tuple[int, GradientEdge]] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
+    outputs: list[tuple[int, GradientEdge, torch.Size]] = field(default_factory=list)  # place, gradient, shape
 
 
 class Engine:
@@ -68,7 +69,7 @@ class Engine:
         self._trainable = {id(p) for p in self.layout.parameters}
         owned = [(m, dict(m.named_parameters(recurse=fallback.is_unit(m)))) for m in model.modules()]
         trained = [(m, {n: p for n, p in mine.items() if id(p) in self._trainable}) for m, mine in owned]
-        self._owners = [(module, mine) for module, mine in trained if mine]
+        self._owners = {module: mine for module, mine in trained if mine}
         self._shared: set[tuple[int, int]] = set()  # inputs of modules without a rule that hold no examples
         # Harmless in evaluation mode only; model.train() may come any time.
         self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
@@ -152,49 +153,41 @@ class Engine:
         """Forward and backward once; yields (parameter id, use) for every use."""
         count = batch_size(batch)
         calls: list[_Call] = []
-        with self._hooks(calls):
-            losses = self.losses(batch)
-        edges = [edge for call in calls for _, edge in call.edges]
-        gradients = iter(_backward(losses, edges) if edges else ())
-        for call in calls:
-            found = zip(call.edges, call.shapes, gradients, strict=False)
-            back = [(index, g.reshape(shape)) for (index, _), shape, g in found if g is not None]
-            if not back:
-                continue  # this call did not reach the loss
-            if call.versions != _versions(call.args, call.kwargs):
-                raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
-            for name, use in self._uses_of(call, back, count).items():
-                if name in call.parameters:
-                    yield id(call.parameters[name]), use
-
-    @contextmanager
-    def _hooks(self, calls: list[_Call]) -> Iterator[None]:
-        def record(
-            owned: dict[str, nn.Parameter],
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            out: Any,
-        ) -> None:
-            call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
-            for index, tensor in enumerate(fallback._tensors(out)):
-                if tensor.requires_grad:
-                    if tensor.dtype not in (torch.float32, torch.float64):  # a half-precision model or autocast
-                        self._tolerance = _SELF_CHECK_TOLERANCE_HALF
-                    # The edge stays the gradient of this very output, whatever is done to it in place later.
-                    call.edges.append((index, get_gradient_edge(_origin(module, tensor))))
-                    call.shapes.append(tensor.shape)
-            calls.append(call)
-
-        handles = []
+        # One hook on all modules costs less than one each; it sees what the layer itself made, before other hooks.
+        handle = register_module_forward_hook(partial(self._note, calls), with_kwargs=True)
         try:
-            for module, owned in self._owners:
-                hook = lambda m, a, k, out, owned=owned: record(owned, m, a, k, out)  # noqa: E731
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
-            yield
+            losses = self.losses(batch)
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
+        edges = [edge for call in calls for _, edge, _ in call.outputs]
+        gradients = iter(_backward(losses, edges) if edges else ())
+        with torch.no_grad():
+            for call in calls:
+                found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
+                back = [(index, g.reshape(shape)) for index, g, shape in found if g is not None]
+                if not back:
+                    continue  # this call did not reach the loss
+                if call.versions != _versions(call.args, call.kwargs):
+                    raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
+                for name, use in self._uses_of(call, back, count).items():
+                    if name in call.parameters:
+                        yield id(call.parameters[name]), use
+
+    def _note(
+        self, calls: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """The hook: remember a call of a module with trainable parameters."""
+        owned = self._owners.get(module)
+        if owned is None:
+            return
+        call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
+        for index, tensor in enumerate((out,) if isinstance(out, Tensor) else fallback._tensors(out)):
+            if tensor.requires_grad:
+                if tensor.dtype not in (torch.float32, torch.float64):  # a half-precision model or autocast
+                    self._tolerance = _SELF_CHECK_TOLERANCE_HALF
+                # The edge stays the gradient of this very output, whatever is done to it in place later.
+                call.outputs.append((index, get_gradient_edge(_origin(module, tensor)), tensor.shape))
+        calls.append(call)
 
     def _self_check(self, batch: Batch, rows: int) -> None:
         """Compare the gradients of two examples with the one-example loop; disagreement means loop.
@@ -276,8 +269,7 @@ class Engine:
         if inputs.dim() < least or inputs.shape[0] != count or gradient.shape[0] != count:
             kind, shape = type(call.module).__name__, tuple(inputs.shape)
             raise Unseparable(f"{kind} got an input of shape {shape} for {count} examples")
-        with torch.no_grad():
-            return rule(call.module, inputs.detach(), gradient)
+        return rule(call.module, inputs.detach(), gradient)
 
 
 def _origin(module: nn.Module, output: Tensor) -> Tensor:

@@ -61,18 +61,18 @@ class Gradients:
         one example change the others' terms, and the bound would not hold. A weight that is not finite
         counts as zero.
         """
-        total = self.engine.layout.zeros()
+        total = self.engine.layout.empty()
         accumulate = False
         for part in self._passes():
             # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
-            limit = bound / part.norms.clamp(min=torch.finfo(part.norms.dtype).tiny ** 0.25)
+            limit = part.norms.clamp(min=torch.finfo(part.norms.dtype).tiny ** 0.25).reciprocal_().mul_(bound)
             if weight is None:
                 weights = limit.clamp_(max=1.0)
             else:
                 weights = _by_norm(weight, part.norms, 0.0).clamp(-limit, limit)
             part.add_weighted(total, weights, accumulate)
             accumulate = True
-        return Query(total, bound, self.lot)
+        return Query(total if accumulate else total.zero_(), bound, self.lot)
 
     def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
@@ -110,24 +110,27 @@ class Gradients:
         if self._kept:
             yield from self._kept
             return
-        examples = batch_size(self.batch) // self.copies
-        if examples * self.copies != batch_size(self.batch):
-            raise PrivacyError(f"{batch_size(self.batch)} rows are not {self.copies} copies of each example")
-        step = self.microbatch or max(1, examples)
-        for start in range(0, examples, step):
-            rows = slice(start * self.copies, (start + step) * self.copies)
-            for part in self._measure(take(self.batch, rows)):
-                if step >= examples and part.complete:
+        rows = batch_size(self.batch)
+        examples = rows // self.copies
+        if examples * self.copies != rows:
+            raise PrivacyError(f"{rows} rows are not {self.copies} copies of each example")
+        if self.microbatch is None or self.microbatch >= examples:
+            for part in self._measure(self.batch, examples) if examples else ():
+                if part.complete:
                     self._kept.append(part)
                 yield part
+            return
+        for start in range(0, examples, self.microbatch):
+            stop = min(start + self.microbatch, examples)
+            yield from self._measure(take(self.batch, slice(start * self.copies, stop * self.copies)), stop - start)
 
-    def _measure(self, batch: Batch) -> Iterator["_Pass"]:
+    def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout
         blocks = self.blocks or (1.0,) * len(layout.names)
         uses = None if self.ascent else self.engine.uses(batch, self.points, self.copies)
         if uses is not None:
             pieces = [(use, i) for i, use in enumerate(uses) if use is not None]
-            yield _Pass.of(self.engine, pieces, blocks, batch_size(batch) // self.copies)
+            yield _Pass.of(self.engine, pieces, blocks, examples)
             return
         # One example at a time: hold as many whole gradients as the chunk limit allows.
         held: list[Tensor] = []
@@ -196,6 +199,8 @@ class _Pass:
         """Write Σ w_i·b·g_i into the flat vector, or add it there."""
         weights = self.of_finite(weights)
         views = self.engine.layout.views(flat)
+        if not accumulate and len(self.pieces) < len(views) and not (self.pieces and self.pieces[0][1] is None):
+            flat.zero_()  # a parameter that was not used has a gradient of zero
         for use, i in self.pieces:
             if i is None:
                 use.add_weighted(flat, weights, accumulate)

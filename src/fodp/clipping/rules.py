@@ -9,16 +9,18 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fodp.clipping.uses import Convolution, Dense, Outer, Rows, Use
+from fodp.clipping.uses import Convolution, Dense, Outer, Product, Rows, Use
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Use]]
 
 
 def linear(layer: nn.Linear, inputs: Tensor, back: Tensor) -> dict[str, Use]:
     """y = W·a + b, at one or many positions per example."""
+    if inputs.dim() == 2:
+        weight = Product(inputs, back)
+        return {"weight": weight, "bias": Dense(back, weight.back_squares)}
     inputs, back = (t.reshape(t.shape[0], 1, -1, t.shape[-1]) for t in (inputs, back))
-    bias = back[:, 0, 0] if back.shape[2] == 1 else back.sum((1, 2))
-    return {"weight": Outer(inputs, back), "bias": Dense(bias)}
+    return {"weight": Outer(inputs, back), "bias": Dense(back.sum((1, 2)))}
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d, inputs: Tensor, back: Tensor) -> dict[str, Use]:

@@ -51,7 +51,7 @@ def square_sums(rows: Tensor) -> Tensor:
 
     Long rows block by block: one running float32 sum of ten million squares is off by 1e-4.
     """
-    flat = rows.flatten(1)
+    flat = rows if rows.dim() == 2 else rows.flatten(1)
     whole = flat.shape[1] // _BLOCK * _BLOCK
     if whole > _BLOCK:
         blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
@@ -62,20 +62,28 @@ def square_sums(rows: Tensor) -> Tensor:
 
 
 class Dense:
-    """Gradients that are small enough to be held: biases, norm layers, fallbacks."""
+    """Gradients that are small enough to be held: biases, norm layers, fallbacks.
 
-    def __init__(self, gradients: Tensor):
+    `squares` are their squared norms, where somebody has computed them already.
+    """
+
+    def __init__(self, gradients: Tensor, squares: Tensor | None = None):
         self.gradients = wide(gradients if gradients.dim() > 1 else gradients.unsqueeze(1))  # a single number
+        self._squares = squares
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per example."""
-        return square_sums(self.gradients)
+        return square_sums(self.gradients) if self._squares is None else self._squares
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One vector-matrix product."""
-        flat = self.gradients.flatten(1).to(out.dtype)
-        target = out.view(-1)
-        torch.addmv(target, flat.t(), weights.to(flat), beta=float(accumulate), out=target)
+        flat, target = self.gradients.flatten(1), out.view(-1)
+        if flat.dtype != out.dtype or weights.dtype != out.dtype:
+            flat, weights = flat.to(out.dtype), weights.to(out.dtype)
+        if accumulate:
+            target.addmv_(flat.t(), weights)
+        else:
+            torch.mv(flat.t(), weights, out=target)
 
     def dense(self) -> Tensor:
         """The gradients themselves."""
@@ -88,6 +96,44 @@ class Dense:
     def masked(self, keep: Tensor) -> "Dense":
         """Zero what is not kept."""
         return Dense(_mask(self.gradients, keep))
+
+
+class Product:
+    """The weight of a Linear layer at one position: G_i = back_i ⊗ input_i. Shapes: [B, fan_in], [B, fan_out]."""
+
+    def __init__(self, inputs: Tensor, back: Tensor):
+        self.inputs, self.back = wide(inputs), wide(back)
+        self.back_squares = square_sums(self.back)
+
+    def squared_norms(self) -> Tensor:
+        """‖back_i‖²·‖input_i‖²."""
+        return square_sums(self.inputs).mul_(self.back_squares)
+
+    def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
+        """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
+        back, inputs = self.back * weights.unsqueeze(1), self.inputs
+        if inputs.dtype != out.dtype or back.dtype != out.dtype:
+            back, inputs = back.to(out.dtype), inputs.to(out.dtype)
+        if accumulate:
+            out.addmm_(back.t(), inputs)
+        else:
+            torch.mm(back.t(), inputs, out=out)
+
+    def dense(self) -> Tensor:
+        """[B, fan_out, fan_in]."""
+        return self.back.unsqueeze(2) * self.inputs.unsqueeze(1)
+
+    def as_outer(self) -> "Outer":
+        """The same with dimensions for groups and positions."""
+        return Outer(self.inputs[:, None, None], self.back[:, None, None])
+
+    def grouped(self, copies: int) -> "Use":
+        """Copies of one example become positions."""
+        return self.as_outer().grouped(copies)
+
+    def masked(self, keep: Tensor) -> "Product":
+        """Zero both factors."""
+        return Product(_mask(self.inputs, keep), _mask(self.back, keep))
 
 
 class Outer:
@@ -300,6 +346,8 @@ def scaled(use: Use, factor: float) -> Use:
         return use
     if isinstance(use, Rows):
         return Rows(use.indices, use.back * factor, use.table_rows)
+    if isinstance(use, Product):
+        return Product(use.inputs, use.back * factor)
     if isinstance(use, Outer):
         return Outer(use.inputs(), use.back * factor)
     return Dense(use.dense() * factor)
@@ -309,6 +357,7 @@ def merged(uses: Sequence[Use]) -> Use:
     """Several uses of one parameter as one: their gradients add up before anything is squared."""
     if len(uses) == 1:
         return uses[0]
+    uses = [use.as_outer() if isinstance(use, Product) else use for use in uses]
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses) and len({use.back.shape[1] for use in outers}) == 1:
         return Outer(torch.cat([u.inputs() for u in outers], 2), torch.cat([u.back for u in outers], 2))
