@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients, uses
+from fodp.clipping.combine import merged
 from fodp.clipping.rules import RULES
-from fodp.clipping.uses import Dense, Outer, Rows, merged, square_sums
+from fodp.clipping.tables import Rows
+from fodp.clipping.uses import Dense, Outer, square_sums
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
 
 COUNT = 5

@@ -167,7 +167,7 @@ def _compiled() -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler")
-    cpu = "".join(sorted(set(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line)))
+    cpu = "".join(sorted({line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line}))
     identity = "\n".join([SOURCE, _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fodp"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"

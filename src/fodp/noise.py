@@ -45,7 +45,7 @@ Array = npt.NDArray[Any]
 PAIRS: Final = 32768
 _MARGIN: Final = 16  # `cryptography` may ask for room for one block more than it writes
 _ZEROS: Final = memoryview(bytes(16 * PAIRS))  # the keystream is the encryption of zeros
-_ANGLE_WORDS: Final = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
+_ANGLE_WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
 
 _forks = 0  # how many times this process's line of ancestors has forked since this module was loaded
 

@@ -1,13 +1,14 @@
 """A run: the five verbs on real data. Data only moves to the right; noise is added at `release`."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks
+from fodp import _checks, kernels
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
@@ -174,7 +175,12 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Method state, filter and clip norm: releases and public numbers only."""
         clip = None if self.adaptive_clip is None else self.adaptive_clip.clip_norm
-        return {"method": self.state.state_dict(), "filter": self.filter.state_dict(), "clip_norm": clip}
+        return {
+            "method": self.state.state_dict(),
+            "filter": self.filter.state_dict(),
+            "clip_norm": clip,
+            "kernels": kernels.library() is not None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
@@ -182,6 +188,12 @@ class Run:
         self.filter.load_state_dict(state["filter"])
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])
+        if self.plan.seed is not None and state["kernels"] != (kernels.library() is not None):
+            warnings.warn(
+                "this run began " + ("with" if state["kernels"] else "without") + " compiled kernels and goes on "
+                "otherwise: the last bits of seeded noise will differ from those of a run without a break",
+                stacklevel=2,
+            )
 
     def _place(self, lot: Lot) -> int:
         for place, known in enumerate(self._lots):

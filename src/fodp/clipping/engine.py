@@ -22,10 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from fodp._checks import PrivacyError
 from fodp.clipping import fallback
+from fodp.clipping.combine import merged, scaled
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.rules import RULES
-from fodp.clipping.uses import Use, merged, scaled
+from fodp.clipping.uses import Use
 from fodp.flat import Layout
 
 # A batch is whatever loss_fn understands: a tensor, or a tuple, list or dict of them, examples first.
@@ -142,12 +143,13 @@ class Engine:
 
     def _uses(self, batch: Batch, points: Points, copies: int) -> list[Use | None]:
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
-        for coefficient, offset in points:
-            with self.shifted(offset):
-                for parameter, use in self._record(batch):
-                    by_parameter[parameter].append(scaled(use, coefficient))
-        found = [merged(uses) if uses else None for uses in by_parameter.values()]
-        return [use if use is None or copies == 1 else use.grouped(copies) for use in found]
+        with torch.no_grad():
+            for coefficient, offset in points:
+                with self.shifted(offset):
+                    for parameter, use in self._record(batch):
+                        by_parameter[parameter].append(scaled(use, coefficient))
+            found = [merged(uses) if uses else None for uses in by_parameter.values()]
+            return [use if use is None or copies == 1 else use.grouped(copies) for use in found]
 
     def _record(self, batch: Batch) -> Iterator[tuple[int, Use]]:
         """Forward and backward once; yields (parameter id, use) for every use."""
@@ -161,17 +163,16 @@ class Engine:
             handle.remove()
         edges = [edge for call in calls for _, edge, _ in call.outputs]
         gradients = iter(_backward(losses, edges) if edges else ())
-        with torch.no_grad():
-            for call in calls:
-                found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
-                back = [(index, g.reshape(shape)) for index, g, shape in found if g is not None]
-                if not back:
-                    continue  # this call did not reach the loss
-                if call.versions != _versions(call.args, call.kwargs):
-                    raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
-                for name, use in self._uses_of(call, back, count).items():
-                    if name in call.parameters:
-                        yield id(call.parameters[name]), use
+        for call in calls:
+            found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
+            back = [(index, g.reshape(shape)) for index, g, shape in found if g is not None]
+            if not back:
+                continue  # this call did not reach the loss
+            if call.versions != _versions(call.args, call.kwargs):
+                raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
+            for name, use in self._uses_of(call, back, count).items():
+                if name in call.parameters:
+                    yield id(call.parameters[name]), use
 
     def _note(
         self, calls: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

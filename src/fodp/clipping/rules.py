@@ -9,7 +9,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fodp.clipping.uses import Convolution, Dense, Outer, Product, Rows, Use
+from fodp.clipping.convolutions import Convolution
+from fodp.clipping.tables import Rows
+from fodp.clipping.uses import Dense, Outer, Product, Use
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Use]]
 

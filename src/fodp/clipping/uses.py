@@ -5,14 +5,10 @@ the squared norms ‖G_i‖², and the weighted sum Σ w_i·G_i. Tied weights, m
 combinations of gradients at two points are several uses of one parameter, merged into one.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 
 # Temporaries are cut into chunks of examples with at most this many entries (32 MiB of float32).
 CHUNK_ENTRIES = 1 << 23
@@ -96,7 +92,7 @@ class Dense:
 
     def masked(self, keep: Tensor) -> "Dense":
         """Zero what is not kept."""
-        return Dense(_mask(self.gradients, keep))
+        return Dense(mask(self.gradients, keep))
 
 
 class Product:
@@ -134,7 +130,7 @@ class Product:
 
     def masked(self, keep: Tensor) -> "Product":
         """Zero both factors."""
-        return Product(_mask(self.inputs, keep), _mask(self.back, keep))
+        return Product(mask(self.inputs, keep), mask(self.back, keep))
 
 
 class Outer:
@@ -185,7 +181,7 @@ class Outer:
             doubtful = slack > _ILL_CONDITIONED * squares
             for i in doubtful.nonzero().flatten().tolist():
                 squares[i] = square_sums(torch.matmul(back[i].mT, inputs[i]).unsqueeze(0))[0]
-                slack[i] = _allowance(squares[i : i + 1], inputs[i : i + 1], back[i : i + 1])[0] - squares[i]
+                slack[i] = allowance(squares[i : i + 1], inputs[i : i + 1], back[i : i + 1])[0] - squares[i]
             parts.append(squares + slack)
         return torch.cat(parts)
 
@@ -197,7 +193,7 @@ class Outer:
             gradients = torch.matmul(back.mT, inputs)
             squares = square_sums(gradients)
             # What is held is summed as it was measured; otherwise the sum takes, and rounds, its own way.
-            parts.append(squares if hold else _allowance(squares, inputs, back))
+            parts.append(squares if hold else allowance(squares, inputs, back))
             if hold:
                 held.append(gradients)
         if hold:
@@ -234,156 +230,10 @@ class Outer:
 
     def masked(self, keep: Tensor) -> "Outer":
         """Zero both factors."""
-        return Outer(_mask(self.inputs(), keep), _mask(self.back, keep))
+        return Outer(mask(self.inputs(), keep), mask(self.back, keep))
 
 
-class Convolution(Outer):
-    """A convolution's weight: an outer product over unfolded patches, unfolded chunk by chunk.
-
-    `images` is padded already, [B, channels, height, width]; `back` is the gradient of the output.
-    """
-
-    def __init__(
-        self,
-        images: Tensor,
-        back: Tensor,
-        groups: int,
-        kernel: tuple[int, int],
-        stride: tuple[int, int],
-        dilation: tuple[int, int],
-    ):
-        self._images = wide(images)
-        self._back_image = wide(back)
-        self._groups, self._kernel, self._stride, self._dilation = groups, kernel, stride, dilation
-        self.back = self._back_image.flatten(2).unflatten(1, (groups, -1)).mT
-        self._held = None
-
-    def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Unfolded patches, [b, groups, positions, fan_in]."""
-        patches: Tensor = F.unfold(self._images[start:stop], self._kernel, self._dilation, 0, self._stride)
-        by_group: Tensor = patches.unflatten(1, (self._groups, -1))
-        return by_group.mT
-
-    @property
-    def fan_in(self) -> int:
-        """Channels of a group times kernel size."""
-        return self._images.shape[1] // self._groups * self._kernel[0] * self._kernel[1]
-
-    def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
-        """The library's own weight gradient, of re-weighted back-signals: no unfolding."""
-        if self._held is not None:
-            Dense(self._held).add_weighted(out, weights, accumulate)
-            return
-        shape = (
-            self.back.shape[1] * self.back.shape[3],
-            self._images.shape[1] // self._groups,
-            *self._kernel,
-        )
-        total = conv2d_weight(
-            self._images,
-            shape,
-            self._back_image * weights[:, None, None, None].to(self._back_image.dtype),
-            self._stride,
-            0,
-            self._dilation,
-            self._groups,
-        ).reshape(out.shape)
-        if accumulate:
-            out.add_(total)
-        else:
-            out.copy_(total)
-
-    def masked(self, keep: Tensor) -> "Convolution":
-        """Zero both factors."""
-        images, back = _mask(self._images, keep), _mask(self._back_image, keep)
-        return Convolution(images, back, self._groups, self._kernel, self._stride, self._dilation)
-
-
-class Rows:
-    """An embedding table: G_i adds back_{i,t} to row index_{i,t}. Shapes: [B, T] and [B, T, width]."""
-
-    def __init__(self, indices: Tensor, back: Tensor, table_rows: int):
-        self.indices, self.back, self.table_rows = indices, wide(back), table_rows
-
-    def squared_norms(self) -> Tensor:
-        """Where a token comes twice in an example, its back-signals are summed before they are squared."""
-        squares = square_sums(self.back)
-        some = self._repeating()
-        if some is None:
-            return self._summed_squares(self.indices, self.back)
-        if len(some):
-            squares[some] = self._summed_squares(self.indices[some], self.back[some])
-        return squares
-
-    def _repeating(self) -> Tensor | None:
-        """The examples in which a token comes twice; None (any may be) where asking would make a device wait."""
-        if self.indices.device.type != "cpu":
-            return None
-        ordered = np.sort(self.indices.numpy(), axis=1)  # far faster than PyTorch's
-        return torch.from_numpy(np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1)))
-
-    def _summed_squares(self, indices: Tensor, back: Tensor) -> Tensor:
-        count, length, width = back.shape
-        example = torch.arange(count, device=back.device)[:, None]
-        keys, place = torch.unique(example * self.table_rows + indices, return_inverse=True)
-        rows = back.new_zeros(len(keys), width).index_add_(0, place.flatten(), back.flatten(0, 1))
-        owner = torch.div(keys, self.table_rows, rounding_mode="floor")
-        squares = back.new_zeros(count).index_add_(0, owner, square_sums(rows))
-        return _allowance(squares, None, back)
-
-    def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
-        """Scatter the re-weighted back-signals into the table."""
-        if not accumulate:
-            out.zero_()
-        weighted = self.back * weights[:, None, None]
-        out.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1).to(out.dtype))
-
-    def dense(self) -> Tensor:
-        """[B, table rows, width]."""
-        count, length, width = self.back.shape
-        example = torch.arange(count, device=self.back.device)[:, None].expand(count, length)
-        table = self.back.new_zeros(count, self.table_rows, width)
-        return table.index_put_((example, self.indices), self.back, accumulate=True)
-
-    def grouped(self, copies: int) -> "Rows":
-        """Copies of one example lie side by side as further positions."""
-        back = self.back.unflatten(0, (-1, copies)).flatten(1, 2) / copies
-        return Rows(self.indices.unflatten(0, (-1, copies)).flatten(1, 2), back, self.table_rows)
-
-    def masked(self, keep: Tensor) -> "Rows":
-        """Zero what is not kept."""
-        return Rows(self.indices, _mask(self.back, keep), self.table_rows)
-
-
-def scaled(use: Use, factor: float) -> Use:
-    """The gradients times a public factor."""
-    if factor == 1:
-        return use
-    if isinstance(use, Rows):
-        return Rows(use.indices, use.back * factor, use.table_rows)
-    if isinstance(use, Product):
-        return Product(use.inputs, use.back * factor)
-    if isinstance(use, Outer):
-        return Outer(use.inputs(), use.back * factor)
-    return Dense(use.dense() * factor)
-
-
-def merged(uses: Sequence[Use]) -> Use:
-    """Several uses of one parameter as one: their gradients add up before anything is squared."""
-    if len(uses) == 1:
-        return uses[0]
-    uses = [use.as_outer() if isinstance(use, Product) else use for use in uses]
-    outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) == len(uses) and len({use.back.shape[1] for use in outers}) == 1:
-        return Outer(torch.cat([u.inputs() for u in outers], 2), torch.cat([u.back for u in outers], 2))
-    tables = [use for use in uses if isinstance(use, Rows)]
-    if len(tables) == len(uses):
-        indices, back = torch.cat([u.indices for u in tables], 1), torch.cat([u.back for u in tables], 1)
-        return Rows(indices, back, tables[0].table_rows)
-    return Dense(torch.stack([use.dense().flatten(1) for use in uses]).sum(0))
-
-
-def _allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:
+def allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:
     """Squared norms that a sum along another road of roundings cannot exceed."""
     mass: Tensor = torch.linalg.vector_norm(back, dim=-1)
     if inputs is not None:
@@ -391,7 +241,8 @@ def _allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:
     return (squares.sqrt() + _ROUNDING * torch.finfo(mass.dtype).eps * mass.flatten(1).sum(1)).square()
 
 
-def _mask(rows: Tensor, keep: Tensor) -> Tensor:
+def mask(rows: Tensor, keep: Tensor) -> Tensor:
+    """Zero the examples that are not kept."""
     return torch.where(keep.view(-1, *[1] * (rows.dim() - 1)), rows, rows.new_zeros(()))
 
 

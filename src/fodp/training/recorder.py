@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fodp._checks import PrivacyError
+from fodp.clipping.combine import merged
 from fodp.clipping.engine import _SELF_CHECK_TOLERANCE_HALF, HERE, Batch, Engine, Points, _Call, _versions, batch_size
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.rules import RULES
-from fodp.clipping.uses import Use, merged
+from fodp.clipping.uses import Use
 from fodp.sampling import Lot
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"

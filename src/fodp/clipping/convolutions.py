@@ -1,0 +1,69 @@
+"""The per-example gradients of a convolution's weight."""
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
+
+from fodp.clipping.uses import Dense, Outer, mask, wide
+
+
+class Convolution(Outer):
+    """A convolution's weight: an outer product over unfolded patches, unfolded chunk by chunk.
+
+    `images` is padded already, [B, channels, height, width]; `back` is the gradient of the output.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        back: Tensor,
+        groups: int,
+        kernel: tuple[int, int],
+        stride: tuple[int, int],
+        dilation: tuple[int, int],
+    ):
+        self._images = wide(images)
+        self._back_image = wide(back)
+        self._groups, self._kernel, self._stride, self._dilation = groups, kernel, stride, dilation
+        self.back = self._back_image.flatten(2).unflatten(1, (groups, -1)).mT
+        self._held = None
+
+    def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Unfolded patches, [b, groups, positions, fan_in]."""
+        patches: Tensor = F.unfold(self._images[start:stop], self._kernel, self._dilation, 0, self._stride)
+        by_group: Tensor = patches.unflatten(1, (self._groups, -1))
+        return by_group.mT
+
+    @property
+    def fan_in(self) -> int:
+        """Channels of a group times kernel size."""
+        return self._images.shape[1] // self._groups * self._kernel[0] * self._kernel[1]
+
+    def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
+        """The library's own weight gradient, of re-weighted back-signals: no unfolding."""
+        if self._held is not None:
+            Dense(self._held).add_weighted(out, weights, accumulate)
+            return
+        shape = (
+            self.back.shape[1] * self.back.shape[3],
+            self._images.shape[1] // self._groups,
+            *self._kernel,
+        )
+        total = conv2d_weight(
+            self._images,
+            shape,
+            self._back_image * weights[:, None, None, None].to(self._back_image.dtype),
+            self._stride,
+            0,
+            self._dilation,
+            self._groups,
+        ).reshape(out.shape)
+        if accumulate:
+            out.add_(total)
+        else:
+            out.copy_(total)
+
+    def masked(self, keep: Tensor) -> "Convolution":
+        """Zero both factors."""
+        images, back = mask(self._images, keep), mask(self._back_image, keep)
+        return Convolution(images, back, self._groups, self._kernel, self._stride, self._dilation)
