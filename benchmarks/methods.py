@@ -1,11 +1,13 @@
-"""Time per step of every method on the paper's MLP, relative to dp-sgd, in interleaved bursts, one thread.
+"""Time per step of every method on the paper's MLP, relative to dp-sgd, one thread.
 
-make bench-methods
+    make bench-methods
+
+Each method is paired with dp-sgd alone, in interleaved bursts: with all in one process the caches of the others
+would decide. Prints the median of the paired ratios and its middle 80%.
 """
 
 import argparse
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -28,61 +30,70 @@ PAPER = {
     "dp-adam-ac": 1.03,
     "fo-dp-sgd": 1.02,
 }
+REFRESH = 250  # dp-is reads all the data every so many steps
 
 
-def burst(step: Callable[[], None], count: int) -> float:
-    """Median time of some steps in a row."""
+def paired(mine: Callable[[], None], other: Callable[[], None], rounds: int, count: int) -> list[tuple[float, float]]:
+    """Median step times of both, burst by burst, in turns; the first burst is warm-up."""
+    pairs = []
+    for turn in range(rounds + 1):
+        if turn % 2:
+            pairs.append((burst(mine, count), burst(other)))
+        else:
+            second = burst(other)
+            pairs.append((burst(mine, count), second))
+    return pairs[1:]
+
+
+def row(name: str, rounds: int) -> dict[str, object]:
+    """One method against dp-sgd, both made anew."""
+    method, _, variant = name.partition(" ")
+    step = private(WORKLOADS["mlp"], method, 0, {"variant": variant} if variant else {})[0]
+    extra = 0.0
+    if method == "dp-is":
+        start = time.thread_time()
+        step()  # its first step reads all the data
+        extra = (time.thread_time() - start) / REFRESH
+    base = private(WORKLOADS["mlp"], "dp-sgd", 0, {})[0]
+    pairs = paired(step, base, rounds, 2 if variant else BURST)
+    ratios = sorted((mine + extra) / other for mine, other in pairs)
+    tenth = len(ratios) // 10
+    return {
+        "method": name,
+        "milliseconds": 1e3 * (statistics.median(mine for mine, _ in pairs) + extra),
+        "ratio": statistics.median(ratios),
+        "paired_10": ratios[tenth],
+        "paired_90": ratios[-1 - tenth],
+        "paper": PAPER.get(name),
+    }
+
+
+def burst(step: Callable[[], None], count: int = BURST) -> float:
+    """Median time of some steps in a row, of this thread alone: what else runs takes its turns in between."""
     spent = []
     for _ in range(count):
-        start = time.perf_counter()
+        start = time.thread_time()
         step()
-        spent.append(time.perf_counter() - start)
+        spent.append(time.thread_time() - start)
     return statistics.median(spent)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts (default 8)")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    mlp = WORKLOADS["mlp"]
-    contenders = {name: private(mlp, name, 0, {})[0] for name in METHODS}
-    contenders["dp-sam per-example"] = private(mlp, "dp-sam", 0, {"variant": "per-example"})[0]
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    order = random.Random(0)
-    start = time.perf_counter()
-    contenders["dp-is"]()  # its first step reads all the data, as every 250th does
-    refresh = time.perf_counter() - start
-    for turn in range(options.rounds + 1):
-        for name, step in order.sample(list(contenders.items()), len(contenders)):
-            spent = burst(step, 2 if name == "dp-sam per-example" else BURST)
-            if turn:  # the first round is warm-up
-                times[name].append(spent)
-    base = times["dp-sgd"]
-    rows = []
-    for name, spent in times.items():
-        extra = refresh / 250 if name == "dp-is" else 0.0
-        ratios = sorted((mine + extra) / other for mine, other in zip(spent, base, strict=True))
-        tenth = len(ratios) // 10
-        rows.append(
-            {
-                "method": name,
-                "milliseconds": 1e3 * (statistics.median(spent) + extra),
-                "ratio": statistics.median(ratios),
-                "paired_10": ratios[tenth],
-                "paired_90": ratios[-1 - tenth],
-                "paper": PAPER.get(name),
-            }
-        )
+    rows = [row(name, options.rounds) for name in options.only or [*METHODS, "dp-sam per-example"]]
     if options.json:
         print(json.dumps(rows))
         return
     print(f"{'method':20} {'ms':>7} {'/dp-sgd':>8}   {'middle 80% paired':18} {'paper':>6}")
-    for row in rows:
-        span = f"{row['paired_10']:.2f} to {row['paired_90']:.2f}"
-        paper = f"{row['paper']:.2f}" if row["paper"] else ""
-        print(f"{row['method']:20} {row['milliseconds']:7.2f} {row['ratio']:8.2f}   {span:18} {paper:>6}")
+    for found in rows:
+        span = f"{found['paired_10']:.2f} to {found['paired_90']:.2f}"
+        paper = f"{found['paper']:.2f}" if found["paper"] else ""
+        print(f"{found['method']:20} {found['milliseconds']:7.2f} {found['ratio']:8.2f}   {span:18} {paper:>6}")
 
 
 if __name__ == "__main__":

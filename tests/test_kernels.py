@@ -59,18 +59,22 @@ def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, reference):
     table = torch.randn(rows, size + 5, generator=generator)[:, :size]
     start, weights = torch.randn(size, generator=generator), np.linspace(-1, 2, rows)
     out = start.clone()
-    products = mix(out, table, weights, True)
+    products = mix(out, table, weights, out)
     exact = start.double() + torch.from_numpy(weights) @ table.double()
     expected = [*(table.double() @ exact).tolist(), float(exact @ exact)]
     tolerance = 1e-5 * float(exact.norm()) * max(1.0, float(table.double().norm(dim=1).max()))
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(products, expected, rtol=1e-6, atol=tolerance)
     without = start.clone()
-    assert mix(without, table, weights, False) is None
+    assert mix(without, table, weights, None) is None
     assert torch.equal(without, out)
+    other = torch.randn(size, generator=generator)
+    about = [*(table.double() @ other.double()).tolist(), float(other.double() @ other.double())]
+    np.testing.assert_allclose(mix(without, table, weights, other), about, rtol=1e-5, atol=tolerance)
     reference()
+    np.testing.assert_allclose(mix(start.clone(), table, weights, other), about, rtol=1e-5, atol=tolerance)
     slow = start.clone()
-    np.testing.assert_allclose(mix(slow, table, weights, True), expected, rtol=1e-6, atol=tolerance)
+    np.testing.assert_allclose(mix(slow, table, weights, slow), expected, rtol=1e-6, atol=tolerance)
     torch.testing.assert_close(slow, out, rtol=1e-5, atol=1e-5)
 
 

@@ -128,11 +128,11 @@ class MemoryAfterRelease:
 
     def __call__(self, release: Tensor) -> Tensor:
         """Mix, then remember."""
-        u = self.memory.read()
+        u = self.memory.recall()
         self._gain = self.beta**2 + (1 - self.beta) ** 2 * float(self.memory.weights.square().sum())
         mixed = self.beta * release
         if u is not None:
-            mixed.add_(u, alpha=1 - self.beta)
+            u.add_to(mixed, 1 - self.beta, release)  # and the products that remembering this release takes
         self.memory.write(release)
         return mixed
 

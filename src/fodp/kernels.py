@@ -107,7 +107,7 @@ void fodp_normals(float *first, float *second, const char *radius_words, const c
     }
 }
 
-/* out += sum_r weights[r] rows[r]; then, of the new out, dots[r] = <rows[r], out> and dots[count] = <out, out>.
+/* out += sum_r weights[r] rows[r]; then dots[r] = <rows[r], v> and dots[count] = <v, v>. v may be the new out.
    Block by block, so that rows come from main memory once, and eight rows at a time: one alone would keep the
    processor waiting for memory. Sums of a block in float, of blocks in double. */
 #define COLUMNS 4096
@@ -116,10 +116,10 @@ void fodp_normals(float *first, float *second, const char *radius_words, const c
 #define WEIGHT(j) float weight##j = r + j < count ? weights[r + j] : 0;
 #define MIX(j) + weight##j * row##j[i]
 #define ZERO(j) float sum##j = 0;
-#define SUM(j) sum##j += row##j[i] * block[i];
+#define SUM(j) sum##j += row##j[i] * part[i];
 #define KEEP(j) if (r + j < count) dots[r + j] += sum##j;
-void fodp_recall(float *restrict out, const float *restrict rows, size_t stride, size_t count, size_t size,
-                 const float *restrict weights, double *restrict dots) {
+void fodp_recall(float *out, const float *rows, size_t stride, size_t count, size_t size,
+                 const float *weights, const float *v, double *dots) {
     for (size_t r = 0; dots && r <= count; r++) dots[r] = 0;
     for (size_t start = 0; start < size; start += COLUMNS) {
         size_t n = least(size - start, COLUMNS);
@@ -129,6 +129,7 @@ void fodp_recall(float *restrict out, const float *restrict rows, size_t stride,
             for (size_t i = 0; i < n; i++) block[i] = block[i] EIGHT(MIX);
         }
         if (!dots) continue;
+        const float *part = v + start;
         for (size_t r = 0; r < count; r += 8) {
             EIGHT(ROW) EIGHT(ZERO)
             #pragma omp simd reduction(+ : sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7)
@@ -137,7 +138,7 @@ void fodp_recall(float *restrict out, const float *restrict rows, size_t stride,
         }
         float square = 0;
         #pragma omp simd reduction(+ : square)
-        for (size_t i = 0; i < n; i++) square += block[i] * block[i];
+        for (size_t i = 0; i < n; i++) square += part[i] * part[i];
         dots[count] += square;
     }
 }
@@ -155,7 +156,7 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_compiled()))
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
-        found.fodp_recall.argtypes = [pointer, pointer, size, size, size, pointer, pointer]
+        found.fodp_recall.argtypes = [pointer, pointer, size, size, size, pointer, pointer, pointer]
         found.fodp_normals.restype = found.fodp_recall.restype = None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
@@ -203,7 +204,8 @@ def _right(found: ctypes.CDLL) -> bool:
     rows, out = numbers.standard_normal((11, 5003), np.float32), numbers.standard_normal(5003, np.float32)
     weights, dots = numbers.standard_normal(11, np.float32), np.empty(12)
     mixed = out + weights.astype(np.float64) @ rows
-    found.fodp_recall(out.ctypes.data, rows.ctypes.data, 5003, 11, 5003, weights.ctypes.data, dots.ctypes.data)
+    address = out.ctypes.data
+    found.fodp_recall(address, rows.ctypes.data, 5003, 11, 5003, weights.ctypes.data, address, dots.ctypes.data)
     return bool(
         np.all(np.abs(normals - expected) <= allowed)
         and np.allclose(out, mixed, rtol=1e-5, atol=1e-5)

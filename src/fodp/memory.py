@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp.recall import Floats, Recall, mix, squared_distances
+from fodp.recall import Floats, Recall, inner_products, squared_distances
 
 # The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
 
@@ -223,8 +223,7 @@ class FractionalMemory(WindowMemory):
         trend, gamma, rows = self._table[0], self.gamma, self.filled
         products = None if self._recall is None else self._recall.products(release)
         if products is None:
-            products = mix(release.detach().clone(), self._table[: 1 + rows], np.zeros(1 + rows), True)
-            assert products is not None
+            products = inner_products(self._table[: 1 + rows], release.detach())
         along, square = float(products[0]), float(products[-1])
         new = self._writes % (self.window - 1)
         if self._writes == 0:

@@ -23,29 +23,30 @@ Floats = npt.NDArray[np.float64]
 class Recall:
     """Σ weight·row, not yet worked out: a term of a query.
 
-    Adding it to a vector also takes, with `take_products`, the inner products of the result with every row and
-    with itself; `products` gives them for that very vector, as long as nobody has changed it.
+    Adding it to a vector also takes, with `take_products`, the inner products with every row and with itself of
+    that vector, or of another one; `products` gives them for that very vector, as long as nobody has changed it.
     """
 
     def __init__(self, rows: Tensor, weights: Floats, take_products: bool):
         self._rows, self._weights, self._take_products = rows, weights, take_products
         self._result: tuple[Tensor, int, Floats] | None = None
 
-    def add_to(self, out: Tensor, factor: float) -> None:
-        """out += factor · Σ weight·row."""
-        found = mix(out, self._rows, factor * self._weights, self._take_products)
-        self._result = None if found is None else (out, out._version, found)
+    def add_to(self, out: Tensor, factor: float, vector: Tensor | None = None) -> None:
+        """out += factor · Σ weight·row; the products are those of `vector`, or of the new out."""
+        vector = out if vector is None else vector
+        found = mix(out, self._rows, factor * self._weights, vector if self._take_products else None)
+        self._result = None if found is None else (vector, vector._version, found)
 
     def products(self, vector: Tensor) -> Floats | None:
-        """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; None if this is not what `add_to` made."""
+        """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; None if `add_to` did not take them."""
         if self._result is None or self._result[0] is not vector or self._result[1] != vector._version:
             return None
         return self._result[2]
 
 
-def mix(out: Tensor, rows: Tensor, weights: Floats, take_products: bool) -> Floats | None:
-    """out += Σ weight·row; then the inner products of the result with every row and with itself, if asked for."""
-    library = kernels.library() if _plain(out) and _plain(rows) else None
+def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Floats | None:
+    """out += Σ weight·row; then, of a vector, which may be the new out, the inner products with rows and itself."""
+    library = kernels.library() if all(_plain(t) for t in (out, rows, vector) if t is not None) else None
     if library is not None:
         narrow, products = weights.astype(np.float32), np.empty(len(rows) + 1)
         library.fodp_recall(
@@ -55,18 +56,28 @@ def mix(out: Tensor, rows: Tensor, weights: Floats, take_products: bool) -> Floa
             len(rows),
             out.numel(),
             narrow.ctypes.data,
-            products.ctypes.data if take_products else None,
+            None if vector is None else vector.data_ptr(),
+            None if vector is None else products.ctypes.data,
         )
-        return products if take_products else None
+        return None if vector is None else products
     by_row = torch.from_numpy(weights).to(out)
-    parts = []
+    parts: list[Floats] = []
     step = max(1, min(BLOCK, _CACHED // len(rows)))
     for start in range(0, out.numel(), step):
-        block, part = out[start : start + step], rows[:, start : start + step]
-        block.addmv_(part.t(), by_row)
-        if take_products:
-            parts.append(torch.cat([torch.mv(part, block), torch.dot(block, block).view(1)]))
-    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64) if take_products else None
+        cached = rows[:, start : start + step]
+        out[start : start + step].addmv_(cached.t(), by_row)
+        if vector is not None:
+            parts.append(inner_products(cached, vector[start : start + step]))
+    return np.sum(parts, axis=0) if parts else None
+
+
+def inner_products(rows: Tensor, vector: Tensor) -> Floats:
+    """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; summed over blocks in float64."""
+    parts = [
+        torch.cat([torch.mv(rows[:, i : i + BLOCK], part), torch.dot(part, part).view(1)])
+        for i, part in zip(range(0, len(vector), BLOCK), vector.split(BLOCK), strict=True)
+    ]
+    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
 
 
 def squared_distances(rows: Tensor, vector: Tensor) -> Floats:
