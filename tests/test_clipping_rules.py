@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients, uses
-from fodp.clipping.combine import merged
+from fodp.clipping.combine import merged, scaled
 from fodp.clipping.rules import RULES
 from fodp.clipping.tables import Rows
-from fodp.clipping.uses import Dense, Outer, square_sums
+from fodp.clipping.uses import Dense, Outer, Product, square_sums
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
 
 COUNT = 5
@@ -159,6 +159,7 @@ def random_uses(count: int) -> dict[str, Any]:
     shape = (6, 4)
     return {
         "dense": Dense(torch.randn(count, *shape)),
+        "product": Product(torch.randn(count, 4), torch.randn(count, 6)),
         "outer": Outer(torch.randn(count, 1, 3, shape[1]), torch.randn(count, 1, 3, shape[0])),
         "grouped outer": Outer(torch.randn(count, 2, 3, shape[1]), torch.randn(count, 2, 3, shape[0] // 2)),
         "rows": Rows(torch.randint(0, 6, (count, 3)), torch.randn(count, 3, shape[1]), 6),
@@ -194,7 +195,7 @@ def test_each_use_sums_masks_and_groups_like_its_dense_gradients(kind: str) -> N
     assert torch.equal(use.masked(keep).dense().flatten(1)[~keep], torch.zeros(2, 24))
     torch.testing.assert_close(use.masked(keep).dense().flatten(1)[keep], dense[keep])
     torch.testing.assert_close(use.grouped(3).dense().flatten(1), dense.unflatten(0, (2, 3)).mean(1))
-    torch.testing.assert_close(uses.scaled(use, -0.7).dense().flatten(1), -0.7 * dense)
+    torch.testing.assert_close(scaled(use, -0.7).dense().flatten(1), -0.7 * dense)
 
 
 # --- floats ---------------------------------------------------------------------------------------
