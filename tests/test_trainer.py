@@ -135,7 +135,7 @@ def test_spend_is_written_down_before_a_release_is_used(tmp_path):
     class Watch(Callback):
         def on_step(self, trainer):
             other = Ledger(tmp_path / "ledger.sqlite")  # as another process would read it
-            seen.append(other.steps(trainer._run_id) >= trainer.step)
+            seen.append(other.steps(trainer.run_id) >= trainer.step)
             other.close()
 
     trainer(ledger=ledger, callbacks=[Watch()]).fit()
@@ -158,7 +158,8 @@ def test_nothing_private_reaches_checkpoint_or_log(tmp_path):
     done.fit()
     done.save(tmp_path / "c.pt")
     assert set(checkpoint.load(tmp_path / "c.pt")) == {
-        "format", "run", "plan", "step", "lost_steps", "model", "optimizer", "scheduler", "state", "metrics",
+        "format", "made_with", "digest", "run", "ledger",
+        "plan", "step", "lost_steps", "model", "optimizer", "scheduler", "state", "metrics",
         "callbacks",
     }  # fmt: skip
     assert (tmp_path / "m.csv").read_text().splitlines()[0] == "epoch,step,epsilon,accuracy,loss"
@@ -227,7 +228,7 @@ class TestCheckpointFiles:
             raise OSError("disk full")
 
         monkeypatch.setattr(os, "fsync", broken)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(fodp.PrivacyError, match="disk full"):
             trainer().save(path)
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]

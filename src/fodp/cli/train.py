@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import re
 import sys
 import time
 from datetime import datetime
@@ -36,7 +37,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 # What may be said anew when resuming; everything else belongs to the run.
-_NOT_OF_THE_RUN = {"out", "resume", "json", "quiet", "data_dir", "threads", "run", "command", "preset"}
+_NOT_OF_THE_RUN = {
+    "out",
+    "resume",
+    "json",
+    "quiet",
+    "data_dir",
+    "threads",
+    "run",
+    "command",
+    "preset",
+    "ledger",
+    "allow_changed_data",
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +75,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
     add("--assume-size", type=int, metavar="N", help="public size of your own data")
     add("--classes", type=int, metavar="N", help="public number of classes of your own data")
+    add("--ledger", metavar="FILE", help="privacy ledger shared by many runs (default: one in the run folder)")
+    add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
+    add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
+    add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--threads", type=int, metavar="N", help="threads of PyTorch")
@@ -77,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from fodp.ledger import Ledger
+    from fodp.cli.bookkeeping import open_ledger, resume, share_left
     from fodp.models import accuracy, build, cross_entropy
     from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
     from fodp.training.folder import RunFolder
@@ -105,14 +122,19 @@ def run(options: argparse.Namespace) -> int:
         microbatch=config.get("microbatch"),
         public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,
     )
-    if not options.resume:
-        folder.create()  # only now, when everything else has proved right
-    trainer.ledger = Ledger(folder.ledger)
     if options.resume:
-        trainer.resume(folder.checkpoint)
+        trainer.ledger = open_ledger(folder.ledger_of(config), config, options)
+        resume(trainer, folder, config)
     else:
-        folder.write(folder.config, json.dumps({**config, "plan": plan.to_dict(), "fodp": fodp.__version__}, indent=1))
+        if "ledger" in config:
+            trainer.ledger = open_ledger(Path(config["ledger"]), config, options)
+            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step)
+        folder.create()  # only now, when everything else has proved right
+        if trainer.ledger is None:
+            trainer.ledger = open_ledger(folder.ledger, config, options)
+        stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
         folder.write(folder.statement, plan.statement() + "\n")
+        folder.write(folder.config, json.dumps(stored, indent=1))
     started = time.perf_counter()
     outcome = trainer.fit()
     result = {
@@ -131,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
         "noise_multiplier": plan.noise_multiplier,
         "accountant": plan.accountant,
         "randomness": "secure" if plan.seed is None else "seeded",
+        "dataset_name": config.get("dataset_name"),
+        "budget_left": share_left(trainer.ledger),
         "seconds": round(time.perf_counter() - started, 3),
         "out": str(folder.path),
     }
@@ -149,11 +173,19 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         )
         return 130
     folder.write(folder.result, json.dumps(result, indent=1) + "\n")
-    plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
-    print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
+    try:
+        plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
+    except OSError as error:
+        print(f"no picture: {folder.plot} could not be written ({error.strerror})", file=sys.stderr)
+    if result["final_accuracy"] is not None:
+        print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
     print(f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g}", file=text)
     if result["reason"] == "target reached":
         print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
+    if result["reason"] == "budget spent":
+        print(f"stopped at step {result['steps']} of {plan.steps}: other runs took the rest of the budget", file=text)
+    if result["budget_left"] is not None:
+        print(f"{result['budget_left']:.1%} of the budget of {result['dataset_name']} is left", file=text)
     if result["lost_steps"]:
         print(f"{result['lost_steps']} steps were lost to a crash but stay charged", file=text)
     print(f"\n{plan.statement()}\n\nrun folder: {folder.path}", file=text)
@@ -173,6 +205,14 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         if "target_epsilon" in given and "noise_multiplier" not in given:
             del preset["noise_multiplier"]  # a target alone calibrates
     config = {**_DEFAULTS, **preset, **given}
+    if options.ledger is not None:
+        if "dataset_name" not in config:
+            raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
+        config["ledger"] = str(Path(options.ledger).resolve())
+    elif {"dataset_name", "budget"} & set(config):
+        raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
+    if "budget" in config and re.fullmatch(r"[^,]+,[^,]+", config["budget"]) is None:
+        raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {config['budget']!r}")
     if config.get("target_epsilon") is None and config.get("noise_multiplier") is None:
         raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config
@@ -183,6 +223,8 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
+    if options.ledger is not None:
+        stored["ledger"] = options.ledger  # it may have moved; the run is refused unless it is in there
     for name, value in _given(options).items():
         if stored.get(name) != value:
             option = "--" + name.replace("_", "-")

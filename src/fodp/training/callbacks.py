@@ -5,6 +5,7 @@ and scores on data that was declared public.
 """
 
 import csv
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fodp import _checks
+from fodp._checks import PrivacyError
 from fodp.models import accuracy
+from fodp.training.folder import write_atomically
 
 if TYPE_CHECKING:
     from fodp.training.trainer import Trainer
@@ -125,12 +128,14 @@ class CSVLog(Callback):
         """Open the file; keep earlier lines only up to the step that is resumed from."""
         kept: list[dict[str, str]] = []
         if self.path.exists() and trainer.step:
-            with self.path.open(newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= trainer.step]
-        self._file = self.path.open("w", newline="")
-        writer = csv.DictWriter(self._file, self.FIELDS)
+            whole = self.path.read_text(errors="replace").rpartition("\n")[0]  # a crash may have cut the last line
+            kept = [row for row in csv.DictReader(whole.splitlines()) if int(row["step"]) <= trainer.step]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.FIELDS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(kept)
+        write_atomically(self.path, text.getvalue())
+        self._file = self.path.open("a", newline="")
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write a line."""
@@ -141,13 +146,22 @@ class CSVLog(Callback):
             "epsilon": trainer.epsilon(),
         }
         row |= {name: trainer.metrics[name] for name in ("accuracy", "loss") if name in trainer.metrics}
-        csv.DictWriter(self._file, self.FIELDS).writerow(row)
-        self._file.flush()
+        try:
+            csv.DictWriter(self._file, self.FIELDS).writerow(row)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> PrivacyError:
+        return PrivacyError(f"{self.path} could not be written ({error.strerror}): free the disk, then resume")
 
 
 class TensorBoard(Callback):
@@ -174,6 +188,11 @@ class Checkpoint(Callback):
     def __init__(self, path: str | Path, every: int = 1):
         self.path, self.every = Path(path), _checks.whole("every", every)
         self._epochs = 0
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Save before the first release, so that there is always something to resume from."""
+        if trainer.step == 0:
+            trainer.save(self.path)
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Save now and then."""

@@ -1,34 +1,54 @@
 """Checkpoints: written atomically, read without executing anything, refused if they do not fit."""
 
+import hashlib
 import os
 import pickle
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fodp
 from fodp._checks import PrivacyError
+from fodp.ledger.store import sync_folder
 
-FORMAT = 1
+FORMAT = 2
 
 
-def save(path: Path, content: dict[str, Any]) -> None:
-    """Write all or nothing: a crash leaves the old checkpoint in place."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+def save(path: Path, content: dict[str, Any], before_naming: Callable[[str], None] | None = None) -> None:
+    """Write all or nothing: a crash leaves the old checkpoint in place.
+
+    `before_naming` is told the content's digest when everything is on disk but does not have its name yet.
+    """
+    made_with = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
+    content = {"format": FORMAT, "made_with": made_with, **content}
+    content["digest"] = digest(content)
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if before_naming is not None:
+                before_naming(content["digest"])
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PrivacyError(
+            f"the checkpoint {path} could not be written ({reason}); the one before it is untouched: free the disk or "
+            "make the folder writable, then resume"
+        ) from None
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint: tensors and plain values only, never code."""
+    """Read a checkpoint: tensors and plain values only, never code; refuses one that was damaged or changed."""
     try:
         content = torch.load(path, weights_only=True, map_location=device)
     except FileNotFoundError:
@@ -39,4 +59,44 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PrivacyError(f"the checkpoint {path} has format {found!r}, this version reads {FORMAT}")
+    if content.get("digest") != digest({key: value for key, value in content.items() if key != "digest"}):
+        raise PrivacyError(
+            f"the checkpoint {path} is damaged or was changed (its digest differs); restore a copy of it"
+        )
     return content
+
+
+def refuse_other_version(made_with: dict[str, str], seeded: bool) -> None:
+    """A replay by other code would put the same noise on another gradient; and states may mean other things."""
+    mine = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
+    for name in ("fodp", "torch") if seeded else ("fodp",):
+        if made_with.get(name) != mine[name]:
+            raise PrivacyError(
+                f"the checkpoint was written with {name} {made_with.get(name)}, this is {mine[name]}: go on with the "
+                "version that wrote it, or start a new run"
+            )
+
+
+def digest(content: Any) -> str:
+    """A hash of nested values and tensors."""
+    state = hashlib.blake2b(digest_size=32)
+    _feed(state, content)
+    return state.hexdigest()
+
+
+def _feed(state: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        state.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        state.update(f"map {len(value)};".encode())
+        for key, part in value.items():
+            _feed(state, key)
+            _feed(state, part)
+    elif isinstance(value, list | tuple):
+        state.update(f"list {len(value)};".encode())
+        for part in value:
+            _feed(state, part)
+    else:
+        text = repr(value).encode()
+        state.update(f"{type(value).__name__} {len(text)};".encode() + text)

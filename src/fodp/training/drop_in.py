@@ -5,6 +5,7 @@ the per-example gradients in there are clipped, summed and released by the plan'
 release reaches `.grad`, where the real optimizer finds it.
 """
 
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,11 @@ from fodp._checks import PrivacyError
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
 from fodp.flat import GradientBuffer
+from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
+from fodp.training.bookkeeping import open_account
 from fodp.training.recorder import LOOP, TRAINER, Recorder
 from fodp.training.trainer import fitting_optimizer
 
@@ -35,6 +38,7 @@ def make_private(
     *,
     loss_reduction: str = "mean",
     collate_fn: Collate | None = None,
+    ledger: Ledger | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, "PrivateLoader"]:
     """Make the training loop that you wrote yourself private; returns model, optimizer and a loader.
 
@@ -50,7 +54,10 @@ def make_private(
     that couples examples (contrastive losses, class weights with a mean, a mean over tokens of unequal
     counts), a wrongly declared reduction or a rescaled loss (GradScaler) cannot be detected and void the
     guarantee. `fodp.Trainer` takes one loss per example and checks it. Batches, their sizes and losses
-    stay private: publish none of them. No ledger is kept.
+    stay private: publish none of them.
+
+    `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. The loop
+    cannot be resumed in another process; a loop that ends early gives back what it reserved with `loader.close()`.
 
     For methods that want one gradient per step, and for layers with a rule (`fodp.clipping.rules`): what else
     there is is refused with a message that names the Trainer, and so is misuse, before anything is released.
@@ -85,6 +92,8 @@ def make_private(
         raise PrivacyError("this model or optimizer is private already: make fresh ones, or close() their loader")
     run = _LoopRun(model, optimizer, dataset, plan, Recorder(model, loss_reduction == "mean"), collate_fn)
     fitting_optimizer(run, optimizer)
+    if ledger is not None:
+        run.account = open_account(ledger, uuid.uuid4().hex, plan, plan.steps, dataset)
     return model, optimizer, PrivateLoader(run)
 
 
@@ -145,6 +154,7 @@ class _LoopRun(Run):
         self._fetcher = Fetcher((torch.arange(self._batches.size),))
         self._model, self._optimizer = model, optimizer
         self._closed = self._stepping = False
+        self.account: Account | None = None
 
     def refuse_spent(self) -> None:
         """Raise when there is nothing more to draw."""
@@ -163,6 +173,10 @@ class _LoopRun(Run):
             raise PrivacyError(
                 f"the lot of step {self.step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
                 f"for it ({LOOP}; to end a loop early use itertools.islice)"
+            )
+        if self.account is not None and not self.account.covers(self.step):
+            raise PrivacyError(
+                f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
             )
         self._begin()
         lot = super().draw(self._promised()[0].sampling_rate)
@@ -208,6 +222,8 @@ class _LoopRun(Run):
         _taken.update(parts)
 
         def detach() -> None:
+            if self.account is not None and not self._closed:
+                self.account.settle(self.step)
             self._closed = True
             self.engine.start(None)
             for handle in handles:
@@ -230,6 +246,8 @@ class _LoopRun(Run):
         # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
         GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
         self.method.tune(self._optimizer, self, self.state)
+        if self.account is not None and self.step == self.plan.steps:
+            self.account.settle(self.step)
 
     def _refuse_changes(self) -> None:
         """Model and optimizer must still hold what they held when they were made private."""

@@ -7,6 +7,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from fodp._checks import PrivacyError
+from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.training import checkpoint
 from fodp.training.folder import RunFolder
@@ -16,7 +17,8 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     """Write the run's weights and its privacy card; returns the card."""
     folder = RunFolder(run_folder)
     saved = checkpoint.load(folder.checkpoint)
-    card = privacy_card(Plan(**saved["plan"]), saved["step"])
+    plan = Plan(**saved["plan"])
+    card = privacy_card(plan, _charged_steps(folder, plan, saved))
     # Tied weights share memory, which the format refuses: each name gets its own copy.
     weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
@@ -25,6 +27,17 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     except (OSError, RuntimeError) as error:
         raise PrivacyError(f"{file} cannot be written ({error}); name a file in a writable folder") from None
     return card
+
+
+def _charged_steps(folder: RunFolder, plan: Plan, saved: dict[str, Any]) -> int:
+    """What the run counts as having used: a checkpoint does not know what was released after it was written."""
+    if saved["ledger"] is None or saved["step"] >= plan.steps:
+        return int(saved["step"])
+    ledger = Ledger(folder.ledger_of(folder.read_config()), create=False)
+    ledger.refuse_stranger(saved["run"], saved["digest"], saved["ledger"])
+    charged = ledger.steps(saved["run"]) or 0
+    ledger.close()
+    return max(int(saved["step"]), charged)
 
 
 def privacy_card(plan: Plan, steps: int) -> dict[str, Any]:

@@ -7,6 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
+from fodp.ledger.store import sync_folder
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write all or nothing, durably: a crash leaves the old file in place."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, file)
+            sync_folder(file.parent)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise PrivacyError(
+            f"{file} could not be written ({error.strerror or error}): free the disk or make the folder writable"
+        ) from None
 
 
 class RunFolder:
@@ -34,12 +55,13 @@ class RunFolder:
         except OSError as error:
             raise PrivacyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from None
 
+    def ledger_of(self, config: dict[str, Any]) -> Path:
+        """The ledger that the run is kept in: one named by the user, or the folder's own."""
+        return Path(config["ledger"]) if config.get("ledger") else self.ledger
+
     def write(self, file: Path, text: str) -> None:
         """All or nothing."""
-        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=file.name, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.replace(temporary, file)
+        write_atomically(file, text)
 
     def read_config(self) -> dict[str, Any]:
         """The configuration the run was started with."""

@@ -4,7 +4,6 @@ import copy
 import math
 import signal
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +20,13 @@ from fodp import _checks, accounting
 from fodp._checks import PrivacyError
 from fodp.clipping.engine import LossFunction
 from fodp.flat import GradientBuffer
-from fodp.ledger import Ledger
+from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.run import Augment, Run
 from fodp.training import checkpoint
+from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 
-# Steps are reserved in the ledger for about this long ahead: one durable write per half second.
-_RESERVE_SECONDS = 0.5
 # ε is computed at this many points of a run at most; between them the next, larger value is shown.
 _CURVE_POINTS = 50
 
@@ -37,7 +35,7 @@ _CURVE_POINTS = 50
 class Result:
     """How a fit ended. `epsilon` is what has been spent, lost steps included."""
 
-    reason: str  # "finished", "interrupted" or "target reached"
+    reason: str  # "finished", "interrupted", "target reached" or "budget spent"
     steps: int
     epsilon: float
     delta: float
@@ -54,7 +52,8 @@ class Trainer:
 
     `augment(batch)` with `copies` K trains on K augmented copies per example whose gradients are averaged
     before clipping; it must treat every row by itself. `target_epsilon` stops before the step that would
-    exceed it. `ledger` writes spending down before it happens. `public_score()` is the loss on data declared
+    exceed it. `ledger` writes spending down before it happens, and refuses what its budget does not allow; a run
+    keeps to one ledger, also when it is resumed. `public_score()` is the loss on data declared
     public, for methods that ask for it (sa-dpsgd).
     """
 
@@ -76,7 +75,7 @@ class Trainer:
         ledger: Ledger | None = None,
         public_score: Callable[[], float] | None = None,
     ):
-        self.model, self.plan = model, plan
+        self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.proposes and public_score is None:
             raise PrivacyError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
         self.run = Run(
@@ -106,9 +105,9 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # public scores, filled by callbacks
         self.lost_steps = 0
         self.interrupted = False
-        self.ledger, self._run_id = ledger, uuid.uuid4().hex
-        self._reserved = 0
-        self._step_seconds = 0.0
+        self.ledger, self.run_id = ledger, uuid.uuid4().hex
+        self._account: Account | None = None  # opened by the first fit, or by resuming
+        self._jumped_to_the_end = self._out_of_budget = False
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._gradients = GradientBuffer(self.run.engine.layout)
         self._curve: dict[int, float] = {}
@@ -124,7 +123,7 @@ class Trainer:
         return math.ceil(self.last_step / self.steps_per_epoch)
 
     def epsilon(self) -> float:
-        """ε spent so far (rounded up to the next precomputed point within an epoch). Changes nothing."""
+        """ε of the steps taken so far (rounded up to the next precomputed point within an epoch). Changes nothing."""
         if self.step == 0:
             return 0.0
         if self.step not in self._curve and not any(point > self.step for point in self._curve):
@@ -142,29 +141,45 @@ class Trainer:
         breaks off at once.
         """
         self.interrupted = False
-        if self.ledger is not None:
-            self.ledger.reserve(self._run_id, self.step)  # from now on the ledger knows this run
-        self._call("on_start")
+        if self.ledger is not None and self._account is None:
+            self._account = open_account(self.ledger, self.run_id, self.plan, self.last_step, self._dataset)
+        self._out_of_budget = False
         try:
+            self._call("on_start")
             with self._orderly_interrupt(), self._own_randomness():
+                if self._jumped_to_the_end:
+                    self._jumped_to_the_end = False
+                    self._call("on_epoch")
+                self._end_with_the_budget()
                 while self.step < self.last_step and not self.interrupted:
                     self._one_step()
                     self._call("on_step")
+                    self._end_with_the_budget()
                     if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
                         self._call("on_epoch")
         finally:
-            self._call("on_stop")
-        self._settle()
+            self._stop_callbacks()
+        spent = self.step
+        if self._account is not None:
+            self._account.settle(self.step)
+            spent = max(spent, self._account.charged)  # a seeded run may be replaying what it has released before
         if self.step == self.plan.steps:
             reason = "finished"
+        elif self._out_of_budget:
+            reason = "budget spent"
         else:
             reason = "target reached" if self.step >= self.last_step else "interrupted"
-        return Result(reason, self.step, self.plan.epsilon(steps=self.step), self.plan.delta, self.lost_steps)
+        return Result(reason, self.step, self.plan.epsilon(steps=spent), self.plan.delta, self.lost_steps)
+
+    def _end_with_the_budget(self) -> None:
+        """Reserve the next step; if the ledger has none left, this was the last one."""
+        if self._account is not None and self.step < self.last_step and not self._account.covers(self.step):
+            self._out_of_budget, self.last_step = True, self.step
 
     def _one_step(self) -> None:
-        self._reserve()
+        if self._account is not None and not self._account.covers(self.step):
+            raise PrivacyError("the budget is spent")
         self.between_steps = False
-        started = time.perf_counter()
         self._seed_model_randomness()
         release = self.run.take_step()
         self._gradients.set(release, self.plan.lot_size)
@@ -177,22 +192,7 @@ class Trainer:
             self.optimizer.load_state_dict(before[1])
         if self.scheduler is not None:
             self.scheduler.step()
-        self._step_seconds = time.perf_counter() - started
         self.between_steps = True
-
-    def _reserve(self) -> None:
-        """Write down, before they happen, as many steps as fit into half a second."""
-        if self.ledger is None or self.step < self._reserved:
-            return
-        block = max(1, min(1000, int(_RESERVE_SECONDS / max(self._step_seconds, 1e-6)))) if self._step_seconds else 1
-        self._reserved = min(self.step + block, self.last_step)
-        self.ledger.reserve(self._run_id, self._reserved)
-
-    def _settle(self) -> None:
-        """Give back what was reserved and not used; whatever comes next is reserved anew."""
-        if self.ledger is not None:
-            self.ledger.settle(self._run_id, self.step)
-        self._reserved = self.step
 
     def _seed_model_randomness(self) -> None:
         """In seeded mode dropout and augmentation draw from a stream of their own, the same after a resume."""
@@ -244,11 +244,23 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, moment)(self)
 
+    def _stop_callbacks(self) -> None:
+        """Each gets its chance to put things in order, even if one before it fails."""
+        failed: Exception | None = None
+        for callback in self.callbacks:
+            try:
+                callback.on_stop(self)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         content = {
-            "run": self._run_id,
+            "run": self.run_id,
+            "ledger": None if self._account is None else self._account.position,
             "plan": {**self.plan.to_dict(), "params": dict(self.plan.params)},
             "step": self.step,
             "lost_steps": self.lost_steps,
@@ -259,7 +271,10 @@ class Trainer:
             "metrics": dict(self.metrics),
             "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
         }
-        checkpoint.save(Path(path), content)
+        account, step = self._account, self.step
+        checkpoint.save(
+            Path(path), content, None if account is None else lambda digest: account.note_checkpoint(step, digest)
+        )
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
@@ -267,9 +282,12 @@ class Trainer:
         Seeded: the same releases are repeated bit for bit from there on, and are not charged twice.
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
         stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
+        A run that another process still holds goes on here and stops there.
         """
         saved = checkpoint.load(Path(path), self.run.engine.layout.device)
         self._refuse_other_plan(saved["plan"])
+        checkpoint.refuse_other_version(saved["made_with"], self.plan.seed is not None)
+        self._refuse_other_ledger(saved)
         if (saved["scheduler"] is None) != (self.scheduler is None):
             raise PrivacyError("the checkpoint was written with another choice of scheduler: give the run's own")
         try:
@@ -285,23 +303,36 @@ class Trainer:
             if name in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][name])
         self.metrics = dict(saved["metrics"])
-        self._run_id = str(saved["run"])
+        self.run_id = str(saved["run"])
         self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
-        if self.plan.seed is None and self.run.step < self.plan.steps:
-            used = self._used_by_ledger()
-            self.lost_steps += max(0, used - self.run.step)
-            self.run.step = max(used, self.run.step)
-        self._reserved = self.run.step
+        self._account = None
+        if self.ledger is not None:
+            self._account = self._reopened_account()
+            used = self._account.charged
+            if self.plan.seed is None and used > self.run.step:
+                self.lost_steps += used - self.run.step
+                self.run.step = used
+                self._jumped_to_the_end = used >= self.last_step
 
-    def _used_by_ledger(self) -> int:
-        """A checkpoint alone cannot know what was released after it was written."""
-        used = None if self.ledger is None else self.ledger.steps(self._run_id)
-        if used is None:
+    def _reopened_account(self) -> Account:
+        assert self.ledger is not None
+        account = open_account(self.ledger, self.run_id, self.plan, self.last_step, self._dataset)
+        if account.data_changed and self.plan.seed is not None:
             raise PrivacyError(
-                "a secure run goes on only with its ledger, which knows the steps used after this checkpoint: "
-                "train and resume with ledger=fodp.Ledger(file), or use a seed for research"
+                "a seeded run cannot go on with other data, on which it would repeat its noise: start a new run"
             )
-        return used
+        return account
+
+    def _refuse_other_ledger(self, saved: dict[str, Any]) -> None:
+        """A checkpoint alone cannot know what was released after it was written."""
+        if saved["ledger"] is not None and self.ledger is not None:
+            self.ledger.refuse_stranger(str(saved["run"]), saved["digest"], saved["ledger"])
+        elif saved["step"] < self.plan.steps and (self.plan.seed is None or saved["ledger"] is not None):
+            raise PrivacyError(
+                "this run goes on only with its ledger, which knows the steps used after this checkpoint: "
+                "train and resume with ledger=fodp.Ledger(file)"
+                + ("" if saved["ledger"] is not None else ", or use a seed for research")
+            )
 
     def _refuse_other_plan(self, saved: dict[str, Any]) -> None:
         mine = {**self.plan.to_dict(), "params": dict(self.plan.params)}

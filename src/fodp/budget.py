@@ -1,0 +1,228 @@
+"""Budgets over several runs: a Rényi filter that refuses in time, and the price of selecting among runs.
+
+Later runs are chosen after seeing earlier ones, so the ε of plans fixed in advance must not simply be compared
+with a target. `RenyiBudget` is a privacy filter: it may be asked again and again, by anyone who has seen every
+release so far.
+"""
+
+import functools
+import math
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fodp import _accountants, _checks, accounting
+from fodp._accountants import Floats, Release
+from fodp._checks import PrivacyError
+from fodp.accounting import Phase
+
+
+@dataclass(frozen=True)
+class RenyiBudget:
+    """(ε, δ) for everything that is ever released from one data set, spent as Rényi divergence at one order.
+
+    Guarantee: if every release is (order, ρ)-Rényi differentially private with ρ known before it is made, and
+    none is made that would raise the sum of all ρ above `capacity`, then all releases together are
+    (ε, δ)-differentially private, however releases, plans and the moment to stop were chosen after seeing
+    earlier releases (fully adaptive composition: Feldman and Zrnic 2021, "Individual privacy accounting via a
+    Rényi filter"; Lécuyer 2021, "Practical privacy filters and odometers with Rényi differential privacy").
+
+    Why: with Pₜ/Qₜ the likelihood ratio of the first t releases on two neighbouring data sets and α the order,
+    exp((α-1)(capacity - Σρ))·(Pₜ/Qₜ)^α is a supermartingale under Q, whatever is chosen next; the sum never
+    exceeds the capacity, so E_Q (P/Q)^α ≤ exp((α-1)·capacity), which is (α, capacity)-Rényi privacy. It is
+    turned into (ε, δ) by Canonne, Kamath and Steinke (2020, proposition 12).
+
+    This needs ONE order, fixed before the first release. A rule "go on while any order has something left" lets
+    results choose the order; its δ would have to be shared among the orders.
+    """
+
+    epsilon: float
+    delta: float
+    order: float
+
+    def __post_init__(self) -> None:
+        _checks.positive("the budget's epsilon", self.epsilon)
+        _checks.open_fraction("the budget's delta", self.delta)
+        if _checks.number("order", self.order) <= 1.01 or self.capacity <= 0:
+            raise PrivacyError(f"order {self.order:g} cannot hold a budget of ({self.epsilon:g}, {self.delta:g})")
+
+    @classmethod
+    def suited_to(cls, phases: Sequence[Phase], epsilon: float, delta: float) -> "RenyiBudget":
+        """The budget at the order that lets these phases be repeated most often; later plans must live with it."""
+        _checks.positive("the budget's epsilon", epsilon)
+        _checks.open_fraction("the budget's delta", delta)
+        # The choice of order cannot harm the guarantee, so a few of a schedule's releases will do to make it.
+        frequent = Counter({release: count for release, count in _tally(phases).items() if count}).most_common(8)
+        spent = _accountants.RenyiAccountant()
+        for (rate, noise), count in frequent:
+            spent.add(rate, noise, count)
+        orders = np.array(_accountants.ORDERS)
+        capacity = np.array([_capacity(order, epsilon, delta) for order in orders])
+        share = np.full(len(orders), np.inf)
+        share[capacity > 0] = spent.rdp[capacity > 0] / capacity[capacity > 0]
+        best = int(np.argmin(share))
+        if not math.isfinite(share[best]):
+            raise PrivacyError(
+                f"a budget of ({epsilon:g}, {delta:g}) is too small to be kept by a Rényi filter, or the plan has "
+                "next to no noise: raise epsilon or delta, or the noise multiplier"
+            )
+        return cls(epsilon, delta, float(orders[best]))
+
+    @property
+    def capacity(self) -> float:
+        """How much Rényi divergence at the order fits into (ε, δ)."""
+        return _capacity(self.order, self.epsilon, self.delta)
+
+    def epsilon_at(self, delta: float) -> float:
+        """The ε that the same budget guarantees at another δ."""
+        _checks.open_fraction("delta", delta)
+        value = self.capacity + math.log1p(-1 / self.order) - math.log(delta * self.order) / (self.order - 1)
+        return max(0.0, value)
+
+    def costs(self, phases: Sequence[Phase]) -> Floats:
+        """Upper bounds on the divergence of the first n steps, for n = 0 … all of them."""
+        rounded = _accountants.rounding(_tally(phases))
+        each = [
+            np.full(
+                phase.steps,
+                sum(_release_cost(*rounded[e.sampling_rate, e.noise_multiplier], self.order) for e in phase.events),
+            )
+            for phase in phases
+        ]
+        return np.concatenate([[0.0], np.cumsum(np.concatenate(each))]) if each else np.zeros(1)
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """How often a training is repeated when only its best result is kept: a random number with this mean.
+
+    The distribution is Poisson (`shape` infinite), geometric (1), logarithmic (0) or truncated negative
+    binomial (between), as in Papernot and Steinke (2022), "Hyperparameter tuning with Rényi differential
+    privacy". Every repetition may try other hyper-parameters, drawn at random and independently of the data.
+
+    Guarantee: releasing the best of `draw()` repetitions, and nothing else, neither the others nor their
+    number, costs what `epsilon` says. Runs of a grid whose results were all looked at simply compose.
+    """
+
+    mean: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if _checks.number("mean", self.mean) < 1:
+            raise PrivacyError(f"mean must be at least 1, got {self.mean!r}")
+        if self.shape != math.inf:
+            _checks.at_least_zero("shape", self.shape)
+
+    def draw(self) -> int:
+        """A fresh number of repetitions, from the operating system's entropy. Keep it secret. Poisson may say 0."""
+        u = secrets.randbelow(2**53) / 2**53
+        count, below = (0, 0.0) if self.shape == math.inf else (1, 0.0)
+        while True:
+            below += math.exp(self._log_chance(count))
+            # The chances add up to 1 up to rounding; far beyond the mean nothing is left.
+            if u < below or count > 100 * (self.mean + 10):
+                return count
+            count += 1
+
+    def rdp(self, phases: Sequence[Phase]) -> Floats:
+        """An upper bound on the Rényi divergence of the selection, at every order of the accountant."""
+        from dp_accounting import dp_event
+        from dp_accounting.rdp import RdpAccountant
+
+        tally = _tally(phases)
+        rounded = _accountants.rounding(tally)
+        parts = [
+            dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), count)
+            for (q, z), count in _merged(tally, rounded).items()
+        ]
+        accountant = RdpAccountant(_accountants.ORDERS)
+        with _accountants._quiet():
+            accountant.compose(dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(parts), self.mean, self.shape))
+        return np.asarray(np.minimum.accumulate(accountant.rdp[::-1])[::-1])
+
+    def epsilon(self, phases: Sequence[Phase], delta: float) -> float:
+        """ε at δ of releasing the best of a random number of runs of these phases."""
+        spent = _accountants.RenyiAccountant()
+        spent.rdp = self.rdp(phases)
+        return spent.epsilon(_checks.open_fraction("delta", delta))
+
+    def _log_chance(self, count: int) -> float:
+        if self.shape == math.inf:
+            return count * math.log(self.mean) - self.mean - math.lgamma(count + 1)
+        if self.mean == 1:
+            return 0.0 if count == 1 else -math.inf
+        gamma = _stopping_chance(self.mean, self.shape)
+        rest = count * math.log1p(-gamma)
+        if self.shape == 0:
+            return rest - math.log(count) - math.log(-math.log(gamma))
+        # (1-γ)^k / (γ^-η - 1) · Π_{l<k} (l+η)/(l+1)
+        ways = math.lgamma(count + self.shape) - math.lgamma(self.shape) - math.lgamma(count + 1)
+        return rest + ways - math.log(math.expm1(-self.shape * math.log(gamma)))
+
+
+@functools.lru_cache(maxsize=64)
+def _stopping_chance(mean: float, shape: float) -> float:
+    """γ of the truncated negative binomial with this mean, by bisection: the mean falls as γ rises."""
+
+    def mean_at(gamma: float) -> float:
+        if shape == 0:
+            return (1 / gamma - 1) / -math.log(gamma)
+        return shape * (1 - gamma) / (gamma * -math.expm1(shape * math.log(gamma)))
+
+    low, high = 1e-12, 1 - 1e-12
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_at(middle) > mean else (low, middle)
+    return high
+
+
+def _capacity(order: float, epsilon: float, delta: float) -> float:
+    return float(epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def _release_cost(rate: float, noise: float, order: float) -> float:
+    """Rényi divergence of one release; at one order, which takes a hundredth of the time of all of them."""
+    if noise < _accountants.LEAST_NOISE:
+        return math.inf
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant((order, float(math.ceil(order))))  # the higher order is a bound too, see release_rdp
+    with _accountants._quiet():
+        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(min(noise, _accountants.MOST_NOISE))))
+    return float(min(accountant.rdp)) + _accountants.ROUND_OFF
+
+
+def _tally(phases: Sequence[Phase]) -> Counter[Release]:
+    tally: Counter[Release] = Counter()
+    for phase in phases:
+        for event in phase.events if phase.steps else ():
+            tally[event.sampling_rate, event.noise_multiplier] += phase.steps
+    return tally
+
+
+def _merged(tally: Counter[Release], rounded: dict[Release, Release]) -> Counter[Release]:
+    merged: Counter[Release] = Counter()
+    for release, count in tally.items():
+        merged[rounded[release]] += count
+    return merged
+
+
+def phases_to_data(phases: Sequence[Phase]) -> list[list[object]]:
+    """Phases as plain values: [[[q, noise multiplier], …], steps] each."""
+    return [[[[e.sampling_rate, e.noise_multiplier] for e in phase.events], phase.steps] for phase in phases]
+
+
+def phases_from_data(data: Sequence[Sequence[object]]) -> tuple[Phase, ...]:
+    """The inverse of `phases_to_data`; refuses what is not a list of phases."""
+    try:
+        return tuple(
+            Phase(tuple(accounting.Event(q, z) for q, z in events), steps)  # type: ignore[attr-defined, arg-type]
+            for events, steps in data
+        )
+    except (TypeError, ValueError) as error:
+        raise PrivacyError(f"these are not the events of a run ({error})") from None

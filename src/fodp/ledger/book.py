@@ -1,0 +1,228 @@
+"""The ledger: runs and budgets of data sets, and the hold that one running training has on it."""
+
+import getpass
+import math
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fodp
+from fodp import _accountants, _checks
+from fodp._accountants import Floats
+from fodp._checks import PrivacyError
+from fodp.accounting import Phase
+from fodp.budget import RenyiBudget, Repetitions, phases_to_data
+from fodp.ledger.account import Account
+from fodp.ledger.fingerprint import comparable
+from fodp.ledger.store import Entry, Store
+
+
+class Ledger:
+    """The spending of many runs in one SQLite file that is only ever added to.
+
+    Every step's event is in the file before its release is used; a crash can only over-count. `dataset` is your
+    name for the data; runs under one name share its `budget` (ε, δ), which is fixed by the first run that names
+    one and refuses, by a Rényi filter, what would exceed it. Processes on one file cannot overspend together.
+    Unnamed runs are written down, each for itself. Where data under a name no longer is what it was on this
+    machine, runs stop unless `allow_changed_data`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dataset: str | None = None,
+        budget: tuple[float, float] | None = None,
+        allow_changed_data: bool = False,
+        create: bool = True,
+    ):
+        if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
+            raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
+        if budget is not None:
+            if dataset is None:
+                raise PrivacyError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
+            _checks.positive("the budget's epsilon", budget[0])
+            _checks.open_fraction("the budget's delta", budget[1])
+        self.dataset, self._wanted, self.allow_changed_data = dataset, budget, allow_changed_data
+        self.store = Store(path, create=create)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.store.path
+
+    def close(self) -> None:
+        """Close the file."""
+        self.store.close()
+
+    def steps(self, run: str) -> int | None:
+        """How many steps of the run count as used; None if the ledger does not know the run."""
+        last = self.store.last("run = ? AND steps IS NOT NULL", (run,))
+        return None if last is None else last.steps
+
+    def budget(self, dataset: str) -> RenyiBudget | None:
+        """The budget of a data set, if it has one."""
+        entry = self.store.last("dataset = ? AND kind = 'budget'", (dataset,))
+        return None if entry is None else RenyiBudget(**entry.data)
+
+    def left(self, dataset: str) -> float:
+        """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
+        budget = self.budget(dataset)
+        return math.inf if budget is None else max(0.0, 1 - self.store.others_rdp(dataset, "") / budget.capacity)
+
+    def refuse_unfit(self, phases: Sequence[Phase], steps: int) -> None:
+        """Raise if a new run of this many steps would not fit into the budget. Changes nothing."""
+        if self.dataset is not None:
+            budget = self._agreed_budget(self.dataset, phases)
+            if budget is not None:
+                self._refuse_unfit(self.dataset, budget, budget.costs(phases), steps)
+
+    def open(
+        self,
+        run: str,
+        phases: Sequence[Phase],
+        steps: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        fingerprint: str | None = None,
+    ) -> Account:
+        """Begin a run of the first `steps` steps of `phases`, or take up the one that was begun under this id.
+
+        A new run that does not fit into the budget as a whole is refused. Whoever held the run before, in a
+        process that is still alive, gets no more steps.
+        """
+        known = self.store.last("run = ? AND kind = 'run'", (run,))
+        if known is not None:
+            self._refuse_other_run(known, phases)
+        dataset = self._name(run) if known is None else known.dataset
+        budget = self._agreed_budget(dataset, phases)
+        costs = None if budget is None else budget.costs(phases)
+        with self.store.writing():
+            stored = self.budget(dataset)
+            if stored != budget and stored is not None:  # another process was quicker
+                budget, costs = stored, stored.costs(phases)
+            if budget is not None and costs is not None:
+                if known is None:
+                    self._refuse_unfit(dataset, budget, costs, steps)
+                if stored is None:
+                    self._append_budget(dataset, budget)
+            changed = self._check_fingerprint(dataset, run, fingerprint)
+            data = {**_who(), "about": dict(about or {})}
+            if known is None:
+                data["phases"] = phases_to_data(phases)
+                opened = self.store.append(
+                    "run", dataset, run, steps=0, rdp=None if costs is None else 0.0, data={**data, "planned": steps}
+                )
+            else:
+                opened = self.store.append("resume", dataset, run, data=data)
+        return Account(self.store, opened, costs, budget, steps, self.steps(run) or 0, changed)
+
+    def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions) -> str:
+        """Charge for releasing the best of `repetitions.draw()` runs of `phases`; returns the charge's id.
+
+        The runs themselves then go without this ledger, and nothing of them but the best one may be looked at.
+        """
+        if self.dataset is None:
+            raise PrivacyError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
+        run, budget = f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
+        curve = repetitions.rdp(phases)
+        data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
+        with self.store.writing():
+            stored = self.budget(self.dataset)
+            budget = stored or budget
+            rdp = None if budget is None else float(curve[_accountants.ORDERS.index(budget.order)])
+            if budget is not None and rdp is not None:
+                self._refuse_unfit(self.dataset, budget, np.array([0.0, rdp]), 1)
+                if stored is None:
+                    self._append_budget(self.dataset, budget)
+            steps = sum(phase.steps for phase in phases)
+            self.store.append("selection", self.dataset, run, steps=steps, rdp=rdp, data=data)
+        return run
+
+    def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
+        """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""
+        seen = self.store.select("run = ? AND kind = 'checkpoint'", (run,))
+        row = self.store.last("id = ?", (int(position[0]),))
+        if row is None or row.chain != position[1]:
+            raise PrivacyError(
+                f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
+                "only that knows what was spent: a run goes on only with its ledger"
+            )
+        if not any(entry.data.get("digest") == digest for entry in seen):
+            raise PrivacyError(
+                "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
+                "restore a copy of it"
+            )
+
+    def _name(self, run: str) -> str:
+        return self.dataset if self.dataset is not None else f"unnamed data of run {run}"
+
+    def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
+        """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
+        stored = self.budget(dataset)
+        if stored is not None:
+            if self._wanted is not None and (stored.epsilon, stored.delta) != tuple(map(float, self._wanted)):
+                raise PrivacyError(
+                    f"the budget of {dataset!r} in {self.path} is ({stored.epsilon:g}, {stored.delta:g}), not "
+                    f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
+                )
+            return stored
+        if self._wanted is None:
+            return None
+        if self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,)) is not None:
+            raise PrivacyError(
+                f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
+                "first one: go on without a budget, or begin another ledger and say what it does not cover"
+            )
+        return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
+
+    def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
+        left = budget.capacity - self.store.others_rdp(dataset, "")
+        if costs[steps] <= left:
+            return
+        fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
+        share = max(0.0, left) / budget.capacity
+        raise PrivacyError(
+            f"the budget of {dataset!r} ({budget.epsilon:g}, {budget.delta:g}) has {share:.1%} left and this "
+            f"needs {costs[steps] / budget.capacity:.1%}: "
+            + (f"only {fitting} of its {steps} steps would fit" if fitting else "not even one step fits")
+            + "; take fewer steps or more noise"
+        )
+
+    def _append_budget(self, dataset: str, budget: RenyiBudget) -> None:
+        data = {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order}
+        self.store.append("budget", dataset, data=data)
+
+    def _refuse_other_run(self, known: Entry, phases: Sequence[Phase]) -> None:
+        if self.dataset is not None and self.dataset != known.dataset:
+            raise PrivacyError(f"the run belongs to the data set {known.dataset!r}, not {self.dataset!r}")
+        if known.data["phases"] != phases_to_data(phases):
+            raise PrivacyError("the ledger knows this run with other events: resume it with its own plan")
+
+    def _check_fingerprint(self, dataset: str, run: str, mark: str | None) -> bool:
+        """Is the data another than before? Then stop, or write down that it was allowed."""
+        if mark is None:
+            return False
+        earlier = [e.data["fingerprint"] for e in self.store.select("dataset = ? AND kind = 'data'", (dataset,))]
+        mine = [other for other in earlier if comparable(other, mark)]
+        changed = bool(mine) and mine[-1] != mark
+        if changed and not self.allow_changed_data:
+            raise PrivacyError(
+                f"the data is not what it was when {dataset!r} was last used on this machine: use another name for "
+                "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
+            )
+        if changed or not mine:
+            self.store.append("data", dataset, run, data={"fingerprint": mark, "allowed_change": changed})
+        return changed
+
+
+def _who() -> dict[str, Any]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a user without a name, as in some containers
+        user = "unknown"
+    return {"who": f"{user}@{socket.gethostname()}", "fodp": fodp.__version__}

@@ -1,0 +1,63 @@
+"""A fingerprint of data, keyed with a secret that never leaves this machine.
+
+Without the key nobody can test whether some data gives a fingerprint, so a ledger may be shown to others. It
+tells data apart by mistake, not by malice.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from fodp._checks import PrivacyError
+
+
+def fingerprint(chunks: Iterable[bytes | memoryview]) -> str | None:
+    """`key:mark`: which machine's key it was made with, and the keyed hash of the data; None if no key can be kept."""
+    key = _secret()
+    if key is None:
+        return None
+    mark = hmac.new(key, digestmod=hashlib.blake2b)
+    for chunk in chunks:
+        mark.update(chunk)
+    name = hmac.new(key, b"the name of this key", hashlib.blake2b).hexdigest()[:12]
+    return f"{name}:{mark.hexdigest()[:32]}"
+
+
+def comparable(one: str, other: str) -> bool:
+    """Were both made with the same key?"""
+    return one.partition(":")[0] == other.partition(":")[0]
+
+
+def secret_file() -> Path:
+    """Where the secret lives: the user's configuration folder."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "fodp" / "fingerprint.key"
+
+
+def _secret() -> bytes | None:
+    path = secret_file()
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent)  # readable by its owner only
+            try:
+                os.write(handle, secrets.token_bytes(32))
+                os.fsync(handle)
+                os.close(handle)
+                os.link(temporary, path)  # refuses if another process was first
+            except FileExistsError:
+                pass
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+        if path.stat().st_mode & 0o077:
+            raise PrivacyError(f"{path} holds a secret but others may read it: chmod 600 {path}")
+        key = path.read_bytes()
+    except OSError:
+        return None  # a home that cannot be written: then there is no fingerprint
+    if len(key) != 32:
+        raise PrivacyError(f"{path} is damaged ({len(key)} bytes instead of 32): restore a copy, or delete it")
+    return key

@@ -1,0 +1,39 @@
+"""How a training talks to the ledger: what it says about itself, and the fingerprint of its data."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from fodp.ledger import Account, Ledger
+from fodp.ledger.fingerprint import fingerprint
+from fodp.plan import Plan
+
+
+def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any) -> Account:
+    """Begin a run in the ledger, or take it up again."""
+    about = {
+        "method": plan.method,
+        "noise_multiplier": plan.noise_multiplier,
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "randomness": "secure" if plan.seed is None else "seeded",  # the seed itself is nobody's business
+    }
+    return ledger.open(run, plan.events(), steps, about=about, fingerprint=_fingerprint(dataset))
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """Of data made of tensors; other data sets may draw or augment when read, so they have none."""
+    if type(dataset) is TensorDataset:
+        return fingerprint(_chunks(dataset.tensors))
+    if isinstance(dataset, tuple) and dataset and all(isinstance(column, torch.Tensor) for column in dataset):
+        return fingerprint(_chunks(dataset))
+    return None
+
+
+def _chunks(columns: tuple[torch.Tensor, ...]) -> Iterator[bytes | memoryview]:
+    for column in columns:
+        yield f"{column.dtype} {tuple(column.shape)};".encode()
+        for part in column.detach().split(4096):
+            yield part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
