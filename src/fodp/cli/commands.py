@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fodp.cli import audit, bench, export, methods, privacy, reproduce, train
+from fodp.cli import audit, bench, export, ledger, methods, privacy, reproduce, train
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ ALL = (
     ),
     Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
     Command("audit", "Attack a plan from outside: does its epsilon stand?", audit.options, audit.run, audit.EPILOG),
+    Command("ledger", "What was spent on which data, and what is left.", ledger.options, ledger.run, ledger.EPILOG),
     Command("export", "Write what may be published of a run.", export.options, export.run),
     Command(
         "bench", "Time private steps beside plain ones and other libraries.", bench.options, bench.run, bench.EPILOG

@@ -1,0 +1,138 @@
+"""`fodp ledger`: who spent what on which data, what is left, and whether the file can be believed."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fodp._checks import PrivacyError
+
+if TYPE_CHECKING:
+    from fodp.ledger import Ledger
+
+EPILOG = """examples:
+  fodp ledger show patients.sqlite
+  fodp ledger check runs/paper
+  fodp ledger export patients.sqlite --dataset-name patients > card.txt
+  fodp ledger select patients.sqlite --dataset-name patients --mean 10 --sampling-rate 0.04 --noise-multiplier 4 \\
+                     --steps 250
+
+FILE may also be the folder of a run. `select` charges, before they are made, for releasing the best of a random
+number of runs and nothing else; it prints how many to make, which must stay secret."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp ledger`."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    helps = {
+        "show": "a table of all runs and what is left",
+        "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
+        "export": "the privacy card in plain text; with --json every entry",
+        "select": "charge for the best of a random number of runs",
+    }
+    for action, text in helps.items():
+        add = actions.add_parser(action, help=text, description=text).add_argument
+        add("file", metavar="FILE", help="the ledger, or the folder of a run")
+        add("--json", action="store_true", help="print JSON")
+        if action != "check":
+            add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
+        if action == "select":
+            add("--budget", metavar="EPS,DELTA", help="budget of the data, if this is its first charge")
+            add("--mean", type=float, required=True, metavar="M", help="mean number of runs")
+            add("--shape", type=float, default=1.0, help="1 geometric (default), 0 logarithmic, inf Poisson")
+            add("--sampling-rate", type=float, required=True, metavar="Q", help="of each run")
+            add("--noise-multiplier", type=float, required=True, metavar="SIGMA", help="of each run, over beta")
+            add("--steps", type=int, required=True, metavar="T", help="of each run")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show, check, export or charge."""
+    from fodp.ledger import Ledger
+    from fodp.training.folder import RunFolder
+
+    path = Path(options.file)
+    if path.is_dir():
+        folder = RunFolder(path)
+        path = folder.ledger_of(folder.read_config())
+    if options.action == "select":
+        return _select(options, path)
+    ledger = Ledger(path, create=False)
+    if options.action == "check":
+        return _check(options, ledger)
+    records = _records(ledger, options.dataset_name)
+    if options.action == "show":
+        print(json.dumps(records)) if options.json else _table(records)
+    elif options.json:
+        entries = [e._asdict() for e in ledger.store.select() if options.dataset_name in (None, e.dataset)]
+        print(json.dumps({"summary": records, "entries": entries}))
+    else:
+        from fodp.ledger.card import card
+
+        print("\n\n".join(card(record) for record in records))
+    return 0
+
+
+def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
+    from fodp.ledger.card import summary
+
+    records = summary(ledger, dataset)
+    if dataset is not None and not records:
+        known = sorted({record["dataset"] for record in summary(ledger)})
+        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {', '.join(known) or 'none'}")
+    return records
+
+
+def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
+    from fodp.ledger.card import faults
+
+    found, entries = faults(ledger), len(ledger.store.select())
+    if options.json:
+        print(json.dumps({"ok": not found, "entries": entries, "faults": found}))
+    elif not found:
+        print(f"{ledger.path}: {entries} entries, chain and sums are right")
+    if found and not options.json:
+        raise PrivacyError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
+    return 2 if found else 0
+
+
+def _select(options: argparse.Namespace, path: Path) -> int:
+    from fodp.accounting import Event, Phase
+    from fodp.budget import Repetitions
+    from fodp.cli.bookkeeping import budget
+    from fodp.ledger import Ledger
+
+    repetitions = Repetitions(options.mean, options.shape)
+    phases = (Phase((Event(options.sampling_rate, options.noise_multiplier),), options.steps),)
+    wanted = None if options.budget is None else budget(options.budget)
+    ledger = Ledger(path, dataset=options.dataset_name, budget=wanted)
+    charge, count = ledger.charge_selection(phases, repetitions), repetitions.draw()
+    left = ledger.left(options.dataset_name)
+    if options.json:
+        print(json.dumps({"charge": charge, "runs": count, "left": left if left <= 1 else None}))
+        return 0
+    print(f"charged as {charge}; make {count} runs and keep the best")
+    print("Neither this number nor anything else about the other runs may be published or looked at.")
+    return 0
+
+
+def _table(records: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for record in records:
+        budget = record["budget"]
+        title = record["dataset"]
+        if budget is not None:
+            title += f": budget ({budget['epsilon']:g}, {budget['delta']:g}), {budget['left']:.1%} left"
+        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
+        for row in record["runs"]:
+            share = "" if row["share"] is None else f"{row['share']:.1%}"
+            what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
+            epsilon = f"{row['epsilon']:.4g} at {row['delta']:g}"
+            steps = f"{row['steps']} of {row['planned']}"
+            table.add_row(row["began"], row["run"][:12], row["who"], what, steps, epsilon, share, row["state"])
+        for row in record["selections"]:
+            what = f"best of a random number, mean {row['mean']:g}"
+            table.add_row(row["began"], "selection", row["who"], what, "", f"{row['epsilon']:.4g}", "", "charged")
+        console.print(table)

@@ -1,0 +1,190 @@
+"""What a ledger says: who spent what, when and on what, what is left, and whether the file can be believed."""
+
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from fodp import _accountants, accounting
+from fodp.accounting import Phase
+from fodp.budget import RenyiBudget, Repetitions, phases_from_data
+from fodp.ledger.book import Ledger
+from fodp.ledger.store import Entry
+
+_DELTAS = (1e-5, 1e-6, 1e-8)
+NOT_COVERED = (
+    "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
+    "looking at the data itself; scores on data that is itself private; people with several examples; public numbers "
+    "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed; "
+    "floating-point and timing attacks"
+)
+
+
+def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
+    """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
+    rows: dict[str, list[Entry]] = defaultdict(list)
+    for entry in ledger.store.select():
+        rows[entry.dataset].append(entry)
+    return [_of_dataset(name, ledger.budget(name), rows[name]) for name in rows if dataset in (None, name)]
+
+
+def faults(ledger: Ledger) -> list[str]:
+    """What is wrong with the ledger: damage, edits, sums that are not those of the events, an exceeded budget."""
+    found = ledger.store.faults()
+    spent: dict[str, dict[str, float]] = defaultdict(dict)
+    costs: dict[str, Any] = {}
+    steps: dict[str, int] = {}
+    floor: dict[str, int] = {}
+    for entry in ledger.store.select():
+        budget = ledger.budget(entry.dataset)
+        if entry.kind in ("run", "selection") and budget is not None:
+            costs[entry.run] = _costs(entry, budget)
+        if entry.kind == "resume":
+            floor[entry.run] = steps.get(entry.run, 0)
+        if entry.steps is None:
+            continue
+        if entry.steps < floor.get(entry.run, 0):
+            found.append(f"entry {entry.id} gives back steps that an earlier process may have used")
+        steps[entry.run] = entry.steps
+        if budget is not None:
+            expected = costs[entry.run][entry.steps] if entry.run in costs else np.inf
+            if entry.rdp is None or not np.isclose(entry.rdp, expected, rtol=1e-6, atol=1e-12):
+                found.append(f"entry {entry.id} states a cost of {entry.rdp}, its events cost {expected:g}")
+            spent[entry.dataset][entry.run] = entry.rdp or 0.0
+            if sum(spent[entry.dataset].values()) > budget.capacity * (1 + 1e-9):
+                found.append(f"entry {entry.id} exceeds the budget of {entry.dataset!r}")
+    return found
+
+
+def card(record: dict[str, Any]) -> str:
+    """The privacy card of one data set in plain text."""
+    lines = [f"Privacy card of the data set {record['dataset']!r}", ""]
+    budget = record["budget"]
+    if budget is not None:
+        lines += [
+            f"Guarantee: everything ever released under this ledger is ({budget['epsilon']:g}, {budget['delta']:g})-"
+            "differentially private, whatever was run, and however runs were chosen after seeing earlier ones.",
+            f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
+            "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
+        ]
+    lines += [
+        "If the runs below had been fixed in advance: " + _pairs(record["epsilons"]) + ".",
+        "Unit: one training example. Adjacency: add or remove one example.",
+        "Sampling: Poisson, each example joins each step independently with the step's rate.",
+        f"Accountant: {record['accountant']}"
+        + ("" if budget is None else f"; the budget is kept by a Rényi filter at the fixed order {budget['order']:g}")
+        + ".",
+        "",
+        "Runs:",
+    ]
+    for run in record["runs"]:
+        about = run["about"]
+        lines.append(
+            f"  {run['began']}  {run['run'][:12]}  {run['who']}  {about.get('method', '')}  {run['steps']} of "
+            f"{run['planned']} steps  epsilon {run['epsilon']:.4g} at delta {run['delta']:g}  "
+            f"{about.get('randomness', '')}  {run['state']}"
+        )
+    for chosen in record["selections"]:
+        lines.append(
+            f"  {chosen['began']}  {chosen['run'][:22]}  {chosen['who']}  best of a random number of runs, mean "
+            f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {chosen['epsilon']:.4g} at delta {chosen['delta']:g}"
+        )
+    for change in record["changes"]:
+        lines.append(f"  {change}  the data was changed on purpose; each version has the guarantee for itself only")
+    lines += ["", f"Not covered: {NOT_COVERED}."]
+    return "\n".join(lines)
+
+
+def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dict[str, Any]:
+    last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
+    begun = [entry for entry in rows if entry.kind == "run"]
+    selected = [entry for entry in rows if entry.kind == "selection"]
+    deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
+    spent = sum(entry.rdp or 0.0 for entry in last.values())
+    used = [phase for entry in begun for phase in _used(entry, last[entry.run])]
+    return {
+        "dataset": name,
+        "budget": None
+        if budget is None
+        else {
+            "epsilon": budget.epsilon,
+            "delta": budget.delta,
+            "order": budget.order,
+            "spent": spent / budget.capacity,
+            "left": max(0.0, 1 - spent / budget.capacity),
+            "epsilons": {delta: budget.epsilon_at(delta) for delta in deltas},
+        },
+        "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
+        "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
+        "runs": [_run(entry, last[entry.run], budget) for entry in begun],
+        "selections": [_selection(entry, deltas[0] if budget is None else budget.delta) for entry in selected],
+        "changes": [_when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
+    }
+
+
+def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+    delta = float(first.data["about"].get("delta", _DELTAS[0] if budget is None else budget.delta))
+    return {
+        "run": first.run,
+        "who": first.data["who"],
+        "began": _when(first),
+        "last": _when(last),
+        "about": first.data["about"],
+        "planned": first.data["planned"],
+        "steps": last.steps,
+        "state": "ended in order" if last.kind == "settle" else "running, or crashed",
+        "epsilon": accounting.epsilon_of(_used(first, last), delta),
+        "delta": delta,
+        "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
+        "events": first.data["phases"],
+    }
+
+
+def _selection(entry: Entry, delta: float) -> dict[str, Any]:
+    repetitions, phases = _repeated(entry)
+    return {
+        "run": entry.run,
+        "who": entry.data["who"],
+        "began": _when(entry),
+        "mean": entry.data["mean"],
+        "shape": entry.data["shape"],
+        "epsilon": repetitions.epsilon(phases, delta),
+        "delta": delta,
+        "events": entry.data["phases"],
+    }
+
+
+def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
+    """ε of all runs as if planned in advance; selections have no loss distribution, so with them Rényi answers."""
+    if not selected:
+        return accounting.epsilon_of(used, delta)
+    spent = _accountants.RenyiAccountant()
+    spent.rdp = accounting.rdp_curve(used)[1]
+    for entry in selected:
+        repetitions, phases = _repeated(entry)
+        spent.rdp = spent.rdp + repetitions.rdp(phases)
+    return spent.epsilon(delta)
+
+
+def _used(first: Entry, last: Entry) -> tuple[Phase, ...]:
+    return accounting.truncate(phases_from_data(first.data["phases"]), last.steps or 0)
+
+
+def _repeated(entry: Entry) -> tuple[Repetitions, tuple[Phase, ...]]:
+    return Repetitions(entry.data["mean"], float(entry.data["shape"])), phases_from_data(entry.data["phases"])
+
+
+def _costs(entry: Entry, budget: RenyiBudget) -> Any:
+    if entry.kind == "run":
+        return budget.costs(phases_from_data(entry.data["phases"]))
+    repetitions, phases = _repeated(entry)
+    return {entry.steps: repetitions.rdp(phases)[_accountants.ORDERS.index(budget.order)]}
+
+
+def _when(entry: Entry) -> str:
+    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _pairs(epsilons: dict[float, float]) -> str:
+    return ", ".join(f"epsilon {epsilon:.4g} at delta {delta:g}" for delta, epsilon in epsilons.items())
