@@ -17,7 +17,7 @@ import numpy as np
 from fodp import _accountants, _checks, accounting
 from fodp._accountants import Floats, Release
 from fodp._checks import PrivacyError
-from fodp.accounting import Phase
+from fodp.accounting import Phase, Tally
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,9 @@ class Repetitions:
 
     def rdp(self, phases: Sequence[Phase]) -> Floats:
         """An upper bound on the Rényi divergence of the selection, at every order of the accountant."""
-        from dp_accounting import dp_event
-        from dp_accounting.rdp import RdpAccountant
-
         tally = _tally(phases)
-        rounded = _accountants.rounding(tally)
-        parts = [
-            dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), count)
-            for (q, z), count in _merged(tally, rounded).items()
-        ]
-        accountant = RdpAccountant(_accountants.ORDERS)
-        with _accountants._quiet():
-            accountant.compose(dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(parts), self.mean, self.shape))
-        return np.asarray(np.minimum.accumulate(accountant.rdp[::-1])[::-1])
+        merged = _merged(tally, _accountants.rounding(tally))
+        return _selection_cost(tuple(sorted(merged.items())), self.mean, self.shape)
 
     def epsilon(self, phases: Sequence[Phase], delta: float) -> float:
         """ε at δ of releasing the best of a random number of runs of these phases."""
@@ -195,6 +185,23 @@ def _release_cost(rate: float, noise: float, order: float) -> float:
     with _accountants._quiet():
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(min(noise, _accountants.MOST_NOISE))))
     return float(min(accountant.rdp)) + _accountants.ROUND_OFF
+
+
+@functools.lru_cache(maxsize=64)
+def _selection_cost(tally: Tally, mean: float, shape: float) -> Floats:
+    from dp_accounting import dp_event
+    from dp_accounting.rdp import RdpAccountant
+
+    parts = [
+        dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), count)
+        for (q, z), count in tally
+    ]
+    accountant = RdpAccountant(_accountants.ORDERS)
+    with _accountants._quiet():
+        accountant.compose(dp_event.RepeatAndSelectDpEvent(dp_event.ComposedDpEvent(parts), mean, shape))
+    rdp: Floats = np.minimum.accumulate(accountant.rdp[::-1])[::-1]  # a higher order's value is a bound too
+    rdp.flags.writeable = False
+    return rdp
 
 
 def _tally(phases: Sequence[Phase]) -> Counter[Release]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
+from fodp.cli.ledger import parse_budget
 from fodp.ledger import Ledger
 from fodp.training.folder import RunFolder
 from fodp.training.trainer import Trainer
@@ -16,19 +17,10 @@ def open_ledger(path: Path, config: dict[str, Any], options: argparse.Namespace)
     return Ledger(
         path,
         dataset=config.get("dataset_name"),
-        budget=budget(config["budget"]) if "budget" in config else None,
+        budget=parse_budget(config["budget"]) if "budget" in config else None,
         allow_changed_data=bool(options.allow_changed_data),
         create=not options.resume,
     )
-
-
-def budget(text: str) -> tuple[float, float]:
-    """The (ε, δ) of --budget."""
-    try:
-        epsilon, delta = (float(part) for part in text.split(","))
-    except ValueError:
-        raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
-    return epsilon, delta
 
 
 def share_left(ledger: Ledger | None) -> float | None:

@@ -45,6 +45,15 @@ def options(parser: argparse.ArgumentParser) -> None:
             add("--steps", type=int, required=True, metavar="T", help="of each run")
 
 
+def parse_budget(text: str) -> tuple[float, float]:
+    """The (ε, δ) of --budget."""
+    try:
+        epsilon, delta = (float(part) for part in text.split(","))
+    except ValueError:
+        raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
+    return epsilon, delta
+
+
 def run(options: argparse.Namespace) -> int:
     """Show, check, export or charge."""
     from fodp.ledger import Ledger
@@ -98,12 +107,11 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
 def _select(options: argparse.Namespace, path: Path) -> int:
     from fodp.accounting import Event, Phase
     from fodp.budget import Repetitions
-    from fodp.cli.bookkeeping import budget
     from fodp.ledger import Ledger
 
     repetitions = Repetitions(options.mean, options.shape)
     phases = (Phase((Event(options.sampling_rate, options.noise_multiplier),), options.steps),)
-    wanted = None if options.budget is None else budget(options.budget)
+    wanted = None if options.budget is None else parse_budget(options.budget)
     ledger = Ledger(path, dataset=options.dataset_name, budget=wanted)
     charge, count = ledger.charge_selection(phases, repetitions), repetitions.draw()
     left = ledger.left(options.dataset_name)

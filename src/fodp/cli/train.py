@@ -3,7 +3,6 @@
 import argparse
 import ast
 import json
-import re
 import sys
 import time
 from datetime import datetime
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import fodp
 from fodp._checks import PrivacyError
+from fodp.cli.ledger import parse_budget
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -211,8 +211,8 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         config["ledger"] = str(Path(options.ledger).resolve())
     elif {"dataset_name", "budget"} & set(config):
         raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
-    if "budget" in config and re.fullmatch(r"[^,]+,[^,]+", config["budget"]) is None:
-        raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {config['budget']!r}")
+    if "budget" in config:
+        parse_budget(config["budget"])
     if config.get("target_epsilon") is None and config.get("noise_multiplier") is None:
         raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config

@@ -1,0 +1,548 @@
+"""The ledger: written before use, never overspent, never quietly changed."""
+
+import json
+import math
+import multiprocessing
+import os
+import sqlite3
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import fodp
+from fodp._accountants import ORDERS
+from fodp.accounting import Event, Phase, epsilon_of, rdp_curve
+from fodp.budget import RenyiBudget, Repetitions, phases_from_data, phases_to_data
+from fodp.cli.main import main
+from fodp.ledger import Ledger
+from fodp.ledger.card import card, faults, summary
+from fodp.ledger.fingerprint import fingerprint, secret_file
+from fodp.training.callbacks import Callback
+
+STEP = Event(1.0, 35.0)
+PHASES = (Phase((STEP,), 100),)
+
+
+def ledger(tmp_path, **options):
+    return Ledger(tmp_path / "l.sqlite", **options)
+
+
+def named(tmp_path, budget=(1.0, 1e-5), **options):
+    return ledger(tmp_path, dataset="people", budget=budget, **options)
+
+
+def spend(book, run, steps, phases=PHASES, settle=True):
+    account = book.open(run, phases, steps)
+    for step in range(steps):
+        assert account.covers(step)
+    if settle:
+        account.settle(steps)
+    return account
+
+
+def exhaust(tmp_path):
+    """Others take what is left, to the last bit."""
+    for number, noise in enumerate((35.0, 100.0, 1000.0)):
+        phases = (Phase((Event(1.0, noise),), 1),)
+        budget = named(tmp_path).budget("people")
+        fitting = int(named(tmp_path).left("people") * budget.capacity / budget.costs(phases)[1])
+        if fitting:
+            spend(named(tmp_path), f"other {number}", fitting, (Phase((Event(1.0, noise),), fitting),))
+
+
+class TestFilter:
+    @pytest.mark.rule(17)
+    def test_adaptive_runs_are_refused_by_the_rdp_of_one_fixed_order(self, tmp_path):
+        book = named(tmp_path)
+        one = (Phase((Event(1.0, 20.0),), 1),)
+        taken = 0
+        while not taken or book.left("people") > 0.04:
+            spend(book, f"run {taken}", 1, one)
+            taken += 1
+        with pytest.raises(fodp.PrivacyError, match="not even one step fits"):
+            book.open("one too many", one, 1)
+        budget = book.budget("people")
+        cost = rdp_curve(one)[1][ORDERS.index(budget.order)]
+        assert taken == math.floor(budget.capacity / cost)
+        # Fixed in advance, PLD would have found room for more: the refusal is not its doing.
+        assert epsilon_of((Phase(one[0].events, taken + 1),), 1e-5, "pld") < 1.0
+
+    @pytest.mark.rule(17)
+    def test_the_order_is_fixed_by_the_first_run_and_stays(self, tmp_path):
+        book = named(tmp_path)
+        spend(book, "a", 5)
+        order = book.budget("people").order
+        other = (Phase((Event(0.01, 1.5),), 2),)  # would have liked another order
+        spend(book, "b", 2, other)
+        assert book.budget("people").order == order
+        assert RenyiBudget.suited_to(other, 1.0, 1e-5).order != order
+
+    @pytest.mark.rule(17)
+    @pytest.mark.parametrize("threshold", [-2.0, -0.5, 0.0, 0.5, 1.0, 2.5])
+    @pytest.mark.parametrize("first", [1.5, 3.0, 8.0])
+    def test_the_exact_delta_of_an_adaptive_pair_of_releases_is_within_the_budget(self, threshold, first):
+        """One release, then, depending on its outcome, either all that the filter leaves, or nothing."""
+        budget = RenyiBudget(2.0, 1e-2, 4.0)
+        left = budget.capacity - budget.order / (2 * first**2)
+        if left <= 0:
+            pytest.skip("the first release alone exceeds the budget")
+        second = math.sqrt(budget.order / (2 * left))
+        x = np.linspace(-10 * first, 10 * first, 40001) + 0.5
+        for p, q in ((1.0, 0.0), (0.0, 1.0)):  # added, removed
+            density = norm.pdf(x, p, first)
+            loss = norm.logpdf(x, p, first) - norm.logpdf(x, q, first)
+            rest = 2.0 - loss
+            again = norm.cdf(0.5 / second - rest * second) - np.exp(rest) * norm.cdf(-0.5 / second - rest * second)
+            stop = np.clip(1 - np.exp(rest), 0, None)
+            delta = np.trapezoid(density * np.where(x > threshold, again, stop), x)
+            assert delta <= 1e-2
+
+    def test_capacity_is_what_the_accountant_would_allow(self):
+        budget = RenyiBudget.suited_to(PHASES, 1.0, 1e-5)
+        fitting = int(np.searchsorted(budget.costs((Phase((STEP,), 5000),)), budget.capacity, side="right")) - 1
+        assert epsilon_of((Phase((STEP,), fitting),), 1e-5, "rdp") <= 1.0
+        assert epsilon_of((Phase((STEP,), fitting + 2),), 1e-5, "rdp") > 1.0
+        assert budget.epsilon_at(1e-5) == pytest.approx(1.0)
+
+    def test_costs_are_those_of_the_accountant_for_schedules_and_several_lots(self):
+        phases = (Phase((Event(0.1, 2.0), Event(0.2, 3.0)), 3), Phase((Event(0.1, 1.5),), 2))
+        budget = RenyiBudget.suited_to(phases, 3.0, 1e-5)
+        place = ORDERS.index(budget.order)
+        costs = budget.costs(phases)
+        assert len(costs) == 6
+        assert costs[5] == pytest.approx(rdp_curve(phases)[1][place], rel=1e-6)
+        assert costs[2] == pytest.approx(rdp_curve((Phase(phases[0].events, 2),))[1][place], rel=1e-6)
+
+    def test_an_impossible_budget_is_refused(self):
+        with pytest.raises(fodp.PrivacyError, match="too small"):
+            RenyiBudget.suited_to(PHASES, 1e-6, 1e-9)
+
+
+class TestBudget:
+    def test_a_run_that_does_not_fit_is_refused_before_its_first_step(self, tmp_path):
+        book = named(tmp_path)
+        spend(book, "a", 60)
+        with pytest.raises(fodp.PrivacyError, match=r"has .*% left and this needs .* only \d+ of its 100 steps"):
+            book.open("b", PHASES, 100)
+        assert book.steps("b") is None
+
+    def test_it_cannot_be_changed_later(self, tmp_path):
+        spend(named(tmp_path), "a", 5)
+        with pytest.raises(fodp.PrivacyError, match="once and for all"):
+            named(tmp_path, (2.0, 1e-5)).open("b", PHASES, 5)
+        spend(ledger(tmp_path, dataset="people"), "b", 5)  # left out, it holds all the same
+        with pytest.raises(fodp.PrivacyError, match="left and this needs"):
+            ledger(tmp_path, dataset="people").open("c", PHASES, 100)
+
+    def test_it_must_come_first(self, tmp_path):
+        spend(ledger(tmp_path, dataset="people"), "a", 5)
+        with pytest.raises(fodp.PrivacyError, match="before the first one"):
+            named(tmp_path).open("b", PHASES, 5)
+
+    def test_it_belongs_to_a_name(self, tmp_path):
+        with pytest.raises(fodp.PrivacyError, match="name it"):
+            ledger(tmp_path, budget=(1.0, 1e-5))
+        spend(named(tmp_path), "a", 60)
+        spend(ledger(tmp_path, dataset="others", budget=(1.0, 1e-5)), "b", 60)  # another data set, another budget
+
+    def test_what_was_reserved_and_not_used_comes_back(self, tmp_path):
+        book = named(tmp_path)
+        account = book.open("a", PHASES, 60)
+        account.covers(0)
+        time.sleep(0.01)
+        account.covers(1)
+        held = book.left("people")
+        account.settle(2)
+        assert book.steps("a") == 2
+        assert book.left("people") > held
+
+    @pytest.mark.rule(11)
+    def test_a_replay_never_gives_back_what_an_earlier_process_used(self, tmp_path):
+        book = named(tmp_path)
+        spend(book, "a", 30, settle=False)  # the process died
+        used = book.steps("a")
+        assert used >= 30
+        again = book.open("a", PHASES, 60)
+        assert again.covers(10)  # a seeded replay from a checkpoint at step 10
+        again.settle(12)
+        assert book.steps("a") == used
+
+    @pytest.mark.rule(11)
+    def test_a_replay_is_not_charged_again_but_another_run_is(self, tmp_path):
+        book = named(tmp_path)
+        spend(book, "a", 30)
+        before = book.left("people")
+        again = book.open("a", PHASES, 30)
+        assert all(again.covers(step) for step in range(30))
+        assert book.left("people") == before
+        spend(book, "b", 30)  # same seed or not: the ledger does not know, and charges
+        assert book.left("people") < before
+
+    def test_a_run_resumed_elsewhere_stops_here(self, tmp_path):
+        book = named(tmp_path)
+        first = book.open("a", PHASES, 60)
+        assert first.covers(0)
+        second = named(tmp_path).open("a", PHASES, 60)
+        for forbidden in (lambda: first.covers(5), lambda: first.settle(1), lambda: first.note_checkpoint(1, "x")):
+            with pytest.raises(fodp.PrivacyError, match="another process"):
+                forbidden()
+        assert second.covers(1)
+
+    def test_steps_run_out_in_the_middle_when_another_run_takes_them(self, tmp_path):
+        book = named(tmp_path)
+        slow = book.open("slow", PHASES, 60)
+        assert slow.covers(0)
+        exhaust(tmp_path)
+        assert not slow.covers(slow.charged)
+        assert faults(book) == []
+
+
+def _grab(path, start, results, name):
+    start.wait()
+    book, taken = Ledger(path, dataset="people", budget=(1.0, 1e-5)), 0
+    try:
+        for number in range(1000):
+            account = book.open(f"{name}.{number}", (Phase((STEP,), 3),), 3)
+            taken += sum(account.covers(step) for step in range(3))
+            time.sleep(0.005)  # SQLite is not fair to those who wait
+    except fodp.PrivacyError as error:
+        results.put((taken, str(error)))
+
+
+@pytest.mark.rule(17)
+def test_processes_racing_on_one_ledger_cannot_overspend_together(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    budget = RenyiBudget.suited_to((Phase((STEP,), 3),), 1.0, 1e-5)
+    fitting = int(budget.capacity / budget.costs(((Phase((STEP,), 3)),))[1])
+    start, results = fork.Event(), fork.Queue()
+    racers = [fork.Process(target=_grab, args=(tmp_path / "l.sqlite", start, results, n)) for n in "abcd"]
+    for racer in racers:
+        racer.start()
+    start.set()
+    outcomes = [results.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    book = ledger(tmp_path)
+    assert all("left" in message for _, message in outcomes)
+    assert sum(taken > 0 for taken, _ in outcomes) >= 2  # it was a race
+    assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
+    assert book.store.others_rdp("people", "") <= budget.capacity
+    assert faults(book) == []
+
+
+class TestFile:
+    def test_entries_cannot_be_changed_or_deleted(self, tmp_path):
+        spend(named(tmp_path), "a", 5)
+        raw = sqlite3.connect(tmp_path / "l.sqlite")
+        for statement in (
+            "UPDATE entries SET steps = 0",
+            "DELETE FROM entries WHERE id = 3",
+            "INSERT OR REPLACE INTO entries VALUES (3, 0, 'settle', 'people', 'a', 0, 0, '{}', '')",
+        ):
+            with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+                raw.execute(statement)
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            "UPDATE entries SET rdp = 0 WHERE kind = 'settle'",
+            "UPDATE entries SET steps = 1 WHERE kind = 'settle'",
+            "DELETE FROM entries WHERE id = 3",
+            "UPDATE entries SET data = replace(data, '35.0', '90.0') WHERE kind = 'run'",
+        ],
+    )
+    def test_edits_behind_its_back_are_seen(self, capsys, tmp_path, edit):
+        spend(named(tmp_path), "a", 5)
+        assert faults(ledger(tmp_path)) == []
+        raw = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
+        triggers = [sql for (sql,) in raw.execute("SELECT sql FROM sqlite_master WHERE type = 'trigger'")]
+        for name in ("no_update", "no_delete"):
+            raw.execute(f"DROP TRIGGER {name}")
+        raw.execute(edit)
+        for sql in triggers[:2]:
+            raw.execute(sql)
+        assert any("changed" in fault or "missing" in fault for fault in faults(ledger(tmp_path)))
+        assert main(["ledger", "check", str(tmp_path / "l.sqlite")]) == 2
+        assert "cannot be believed" in capsys.readouterr().err
+        assert main(["ledger", "check", "--json", str(tmp_path / "l.sqlite")]) == 2
+        assert json.loads(capsys.readouterr().out)["ok"] is False
+
+    def test_a_forged_chain_does_not_help_against_the_sums(self, tmp_path):
+        book = named(tmp_path)
+        spend(book, "a", 5)
+        with book.store.writing():
+            book.store.append("settle", "people", "a", steps=5, rdp=1e-9)
+        assert any("states a cost" in fault for fault in faults(book))
+        with book.store.writing():
+            book.store.append("settle", "people", "a", steps=5, rdp=99.0)
+        assert any("exceeds the budget" in fault for fault in faults(book))
+
+    @pytest.mark.parametrize("keep", [0, 10, 3000, 9000])
+    def test_a_truncated_file_is_refused(self, tmp_path, keep):
+        spend(named(tmp_path), "a", 5)
+        path = tmp_path / "l.sqlite"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(fodp.PrivacyError, match="ledger"):
+            spend(named(tmp_path), "b", 1)
+
+    def test_files_that_are_no_ledger_are_refused(self, tmp_path):
+        (tmp_path / "l.sqlite").write_text("a diary, not a ledger, but long enough to be taken for one" * 9)
+        with pytest.raises(fodp.PrivacyError, match="not a database"):
+            ledger(tmp_path)
+        other = sqlite3.connect(tmp_path / "other.sqlite")
+        other.execute("CREATE TABLE t (a)")
+        other.commit()
+        with pytest.raises(fodp.PrivacyError, match="no ledger of this version"):
+            Ledger(tmp_path / "other.sqlite")
+        with pytest.raises(fodp.PrivacyError, match="there is no ledger"):
+            Ledger(tmp_path / "none.sqlite", create=False)
+        with pytest.raises(fodp.PrivacyError, match="cannot be used"):
+            Ledger(tmp_path / "no folder" / "l.sqlite")
+
+    def test_reading_changes_nothing(self, capsys, tmp_path):
+        spend(named(tmp_path), "a", 5)
+        before = (tmp_path / "l.sqlite").read_bytes()
+        for words in (["show"], ["show", "--json"], ["check"], ["export"], ["export", "--json"]):
+            assert main(["ledger", words[0], str(tmp_path / "l.sqlite"), *words[1:]]) == 0
+        assert (tmp_path / "l.sqlite").read_bytes() == before
+
+    def test_it_works_from_another_thread(self, tmp_path):
+        book, done = named(tmp_path), []
+        thread = threading.Thread(target=lambda: done.append(spend(book, "a", 5)))
+        thread.start()
+        thread.join()
+        assert done
+
+
+class TestFingerprint:
+    def data(self, shift=0.0):
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(60, 4, generator=generator) + shift
+        return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+    def trainer(self, book, data, seed=0, model=None, **options):
+        plan = fodp.Plan(
+            sampling_rate=0.2, steps=5, lot_size=12, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, seed=seed,
+            accountant="rdp",
+        )  # fmt: skip
+
+        def losses(model, batch):
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+        return fodp.Trainer(model or nn.Linear(4, 2), losses, data, plan, ledger=book, **options)
+
+    def test_other_data_under_the_same_name_stops_unless_allowed(self, tmp_path):
+        self.trainer(named(tmp_path), self.data()).fit()
+        self.trainer(named(tmp_path), self.data()).fit()
+        with pytest.raises(fodp.PrivacyError, match="not what it was"):
+            self.trainer(named(tmp_path), self.data(1.0)).fit()
+        self.trainer(named(tmp_path, allow_changed_data=True), self.data(1.0)).fit()
+        self.trainer(named(tmp_path), self.data(1.0)).fit()
+        assert "changed on purpose" in card(summary(ledger(tmp_path))[0])
+        self.trainer(ledger(tmp_path, dataset="more"), self.data(2.0)).fit()  # another name, other data
+
+    @pytest.mark.rule(11)
+    def test_a_seeded_run_never_puts_its_noise_on_other_data(self, tmp_path):
+        first = self.trainer(ledger(tmp_path), self.data())
+        first.save(tmp_path / "no.pt")
+        first.fit()
+        first.save(tmp_path / "c.pt")
+        for allow in (False, True):
+            book = ledger(tmp_path, allow_changed_data=allow)
+            with pytest.raises(fodp.PrivacyError, match=r"not what it was|repeat its noise"):
+                self.trainer(book, self.data(1.0)).resume(tmp_path / "c.pt")
+
+    def test_it_is_keyed_with_a_secret_that_stays_here(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "one"))
+        mark = fingerprint([b"data"])
+        assert mark == fingerprint([b"da", b"ta"])
+        assert secret_file().stat().st_mode & 0o777 == 0o600
+        key = secret_file().read_bytes()
+        self.trainer(named(tmp_path), self.data()).fit()
+        assert key not in (tmp_path / "l.sqlite").read_bytes()
+        assert key.hex().encode() not in (tmp_path / "l.sqlite").read_bytes()
+        secret_file().chmod(0o644)
+        with pytest.raises(fodp.PrivacyError, match="chmod 600"):
+            fingerprint([b"data"])
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "two"))
+        assert fingerprint([b"data"]) != mark
+        self.trainer(named(tmp_path), self.data(1.0)).fit()  # another machine cannot compare, and does not stop
+        (tmp_path / "three").write_text("a file where the folder should be")
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "three"))
+        assert fingerprint([b"data"]) is None
+
+    def test_the_drop_in_keeps_a_ledger_too(self, tmp_path):
+        plan = fodp.Plan(
+            sampling_rate=0.2, steps=6, lot_size=12, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, method="dp-sgd"
+        )
+        seen = []
+
+        def loop(count):
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = fodp.make_private(model, optimizer, self.data(), plan, ledger=named(tmp_path))
+            for _, (inputs, labels) in zip(range(count), loader, strict=False):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                run = summary(ledger(tmp_path))[0]["runs"][-1]
+                seen.append(run["steps"] >= loader.step)
+            loader.close()
+            return summary(ledger(tmp_path))[0]["runs"][-1]
+
+        assert (loop(6)["steps"], loop(2)["steps"]) == (6, 2)
+        assert len(seen) == 8
+        assert all(seen)
+        exhaust(tmp_path)
+        with pytest.raises(fodp.PrivacyError, match="left"):
+            loop(6)
+
+    def test_the_trainer_stops_in_order_when_other_runs_take_the_rest(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("fodp.ledger.account._AHEAD", 1e-9)  # reserve one step at a time
+        monkeypatch.setattr("fodp.ledger.account._WRITES", 0)
+        book = named(tmp_path)
+        seen = []
+
+        class Thief(Callback):
+            def on_step(self, trainer):
+                if trainer.step == 2:
+                    exhaust(tmp_path)
+
+            def on_epoch(self, trainer):
+                seen.append(trainer.step)
+
+        stopped = self.trainer(book, self.data(), callbacks=[Thief()])
+        outcome = stopped.fit()
+        assert (outcome.reason, outcome.steps, seen) == ("budget spent", 2, [2])
+        assert book.steps(stopped.run_id) == 2
+        assert faults(book) == []
+
+
+class TestSelection:
+    def test_it_costs_more_than_one_run_and_less_than_the_mean_number_of_them(self):
+        phases = (Phase((Event(0.04, 1.1),), 500),)
+        one, all_of_them = epsilon_of(phases, 1e-5, "rdp"), epsilon_of((Phase(phases[0].events, 15000),), 1e-5, "rdp")
+        for shape in (0.0, 1.0, math.inf):
+            assert one < Repetitions(30, shape).epsilon(phases, 1e-5) < all_of_them
+
+    @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
+    def test_the_number_is_drawn_from_the_stated_distribution(self, shape, monkeypatch):
+        """Exactly: the mean over all quantiles is the stated mean."""
+        drawn = Repetitions(4.0, shape)
+        chances = np.exp([drawn._log_chance(k) for k in range(0 if shape == math.inf else 1, 400)])
+        counts = np.arange(0 if shape == math.inf else 1, 400)
+        assert chances.sum() == pytest.approx(1.0, abs=1e-6)
+        assert chances @ counts == pytest.approx(4.0, rel=1e-4)
+        for share in (0.01, 0.5, 0.97):
+            monkeypatch.setattr("secrets.randbelow", lambda top, share=share: int(share * top))
+            assert drawn.draw() == counts[np.searchsorted(np.cumsum(chances), share, side="right")]
+
+    def test_it_is_charged_before_the_runs_are_made(self, capsys, tmp_path):
+        path = str(tmp_path / "l.sqlite")
+        words = ["--mean", "3", "--sampling-rate", "0.1", "--noise-multiplier", "4", "--steps", "10", "--json"]
+        select = ["ledger", "select", path, "--dataset-name", "people", *words]
+        assert main([*select, "--budget", "2,1e-5"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["runs"] >= 1
+        assert 0 < result["left"] < 1
+        while (code := main(select)) == 0:
+            pass
+        assert code == 2
+        assert "left" in capsys.readouterr().err
+        assert faults(ledger(tmp_path)) == []
+        assert main(["ledger", "show", path]) == 0
+        assert main(["ledger", "export", path]) == 0
+        assert "best of a random number" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("mean", "shape"), [(0.5, 1), (math.nan, 1), (3, -1), (3, math.nan), (math.inf, 1)])
+    def test_wrong_numbers_are_refused(self, mean, shape):
+        with pytest.raises(fodp.PrivacyError):
+            Repetitions(mean, shape)
+
+
+class TestCommandLine:
+    QUICK = ("--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1")
+
+    def train(self, tmp_path, name, *words):
+        shared = ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
+        return main(["train", *self.QUICK, *shared, "--out", str(tmp_path / name), *words])
+
+    def test_a_shared_ledger_guards_a_data_set_over_many_runs(self, capsys, tmp_path):
+        assert self.train(tmp_path, "a", "--budget", "0.5,1e-5", "--json") == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert 0 < result["budget_left"] < 1
+        assert not (tmp_path / "a" / "ledger.sqlite").exists()
+        count = 1
+        while self.train(tmp_path, f"more {count}") == 0:
+            count += 1
+        assert 2 <= count < 10
+        assert "of the budget of people is left" in (seen := capsys.readouterr()).out
+        assert "left and this needs" in seen.err
+        assert not (tmp_path / f"more {count}").exists()
+        for where in (tmp_path / "l.sqlite", tmp_path / "a"):
+            assert main(["ledger", "show", str(where), "--json"]) == 0
+            record = json.loads(capsys.readouterr().out)[0]
+            assert record["dataset"] == "people"
+            assert len(record["runs"]) == count
+            assert record["budget"]["epsilon"] == 0.5
+            assert sum(run["share"] for run in record["runs"]) == pytest.approx(record["budget"]["spent"])
+        assert main(["ledger", "check", str(tmp_path / "l.sqlite")]) == 0
+        assert main(["ledger", "export", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]) == 0
+        text = capsys.readouterr().out
+        for part in ("Unit:", "Adjacency:", "Sampling: Poisson", "Accountant:", "at delta 1e-06", "Not covered:"):
+            assert part in text
+
+    def test_a_run_goes_on_only_with_its_own_ledger(self, capsys, tmp_path):
+        assert self.train(tmp_path, "a", "--budget", "0.5,1e-5") == 0
+        (tmp_path / "l.sqlite").rename(tmp_path / "moved.sqlite")
+        again = ["train", "--resume", "--quiet", "--out", str(tmp_path / "a")]
+        assert main(again) == 2
+        assert "there is no ledger" in capsys.readouterr().err
+        assert main([*again, "--ledger", str(tmp_path / "moved.sqlite")]) == 0
+        spend(Ledger(tmp_path / "strange.sqlite", dataset="people"), "x", 3)
+        assert main([*again, "--ledger", str(tmp_path / "strange.sqlite")]) == 2
+        assert "only with its ledger" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "hint"),
+        [
+            (["--budget", "4"], "EPS,DELTA"),
+            (["--budget", "4,x"], "EPS,DELTA"),
+            (["--budget", "4,2"], "delta"),
+            (["--budget=-1,1e-5"], "epsilon"),
+            (["--dataset-name", " "], "name"),
+        ],
+    )
+    def test_wrong_words(self, capsys, tmp_path, words, hint):
+        assert self.train(tmp_path, "a", *words) == 2
+        err = capsys.readouterr().err
+        assert hint in err
+        assert len(err.splitlines()) == 1
+        assert not (tmp_path / "a").exists()
+
+    @pytest.mark.parametrize("words", [["--budget", "4,1e-5"], ["--dataset-name", "x"], ["--ledger", "l"]])
+    def test_words_that_need_each_other(self, capsys, tmp_path, words, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert main(["train", *self.QUICK, *words]) == 2
+        assert "add --" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == []
+
+    def test_an_unknown_name(self, capsys, tmp_path):
+        spend(named(tmp_path), "a", 5)
+        assert main(["ledger", "show", str(tmp_path / "l.sqlite"), "--dataset-name", "nobody"]) == 2
+        assert "it knows people" in capsys.readouterr().err
+
+
+def test_events_survive_being_written_down():
+    phases = (Phase((Event(0.1, 2.0), Event(0.2, 3.0)), 3), Phase((Event(0.1, 1.5),), 2))
+    assert phases_from_data(json.loads(json.dumps(phases_to_data(phases)))) == phases
+    for wrong in ([[1]], [[[[2.0, 1.0]], 3]], [[[[0.5, 1.0]], -1]], [[[[0.5]], 1]]):
+        with pytest.raises(fodp.PrivacyError):
+            phases_from_data(wrong)
