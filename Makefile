@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types bench bench-methods clean
+.PHONY: demo test test-all check format lint types bench bench-methods soak clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -34,6 +34,9 @@ bench: $(INSTALLED)  ## private steps against plain ones and other libraries, th
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py
+
+soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
 
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt

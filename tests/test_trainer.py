@@ -17,7 +17,8 @@ import fodp
 from fodp.ledger import Ledger
 from fodp.training import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
-from fodp.training.trainer import Trainer, steps_within
+from fodp.training.fitting import steps_within
+from fodp.training.trainer import Trainer
 
 
 def losses(model, batch):

@@ -11,7 +11,7 @@ from fodp.ledger.store import Entry, Store
 
 # Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: a hundred writes'
 # time, so that writing takes about 1% of the run.
-_AHEAD, _AT_MOST, _WRITES = 0.5, 5.0, 100
+_AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 100
 
 
 class Account:

@@ -20,6 +20,7 @@ from fodp._checks import PrivacyError
 
 VERSION = 2
 _SCHEMA = f"""
+BEGIN;
 CREATE TABLE entries (
     id INTEGER PRIMARY KEY,
     at REAL NOT NULL,
@@ -38,6 +39,7 @@ CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'the
 CREATE TRIGGER no_replace BEFORE INSERT ON entries WHEN NEW.id <= (SELECT max(id) FROM entries)
     BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
 PRAGMA user_version = {VERSION};
+COMMIT;
 """
 _WAIT_SECONDS = 30  # for another process to finish its transaction
 

@@ -23,8 +23,8 @@ from fodp.plan import Plan
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.bookkeeping import open_account
+from fodp.training.fitting import fitting_optimizer
 from fodp.training.recorder import LOOP, TRAINER, Recorder
-from fodp.training.trainer import fitting_optimizer
 
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
