@@ -112,14 +112,15 @@ def soak(kills, chance, root):
     expected, steps, _ = weights(root / "whole")
     print(f"one run of {steps} steps takes {seconds:.1f} s here; killing {kills} times", flush=True)
     for kind, extra in (("seeded", ["--seed", "0"]), ("secure", [])):
-        runs, hit, lost, repeated, parts = 0, {"before the first step": 0, "in training": 0}, 0, 0, 0
+        runs, hit, lost, repeated = 0, {"before the first step": 0, "in training": 0}, 0, 0
         while sum(hit.values()) < (kills + 1) // 2:
             folder = root / f"{kind}{runs}"
             found = harass(folder, extra, (kills + 1) // 2 - sum(hit.values()), seconds / 2, chance)
             hit = {key: hit[key] + found[key] for key in hit}
             finish(folder, extra)
             drawn, (model, step, lost_here) = vectors(folder), weights(folder)
-            runs, lost, parts = runs + 1, lost + lost_here, parts + len(list(folder.glob("*.part")))
+            runs, lost = runs + 1, lost + lost_here
+            assert not list(folder.glob("*.part")), "litter"
             repeated += len(drawn) - len(set(drawn))
             assert step == charged(folder) == steps
             if kind == "seeded":
@@ -130,7 +131,7 @@ def soak(kills, chance, root):
                 assert len(drawn) <= charged(folder), "more releases than charged"
         print(
             f"{kind}: {sum(hit.values())} kills ({hit['in training']} in training) in {runs} runs, {lost} steps lost "
-            f"and charged, {repeated} steps replayed, {parts} half-written files left behind",
+            f"and charged, {repeated} steps replayed",
             flush=True,
         )
     print(f"all is well after {time.perf_counter() - began:.0f} s")

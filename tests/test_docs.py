@@ -1,4 +1,4 @@
-"""What the README and the tutorial tell people to type really works."""
+"""What the README and the guides tell people to type really works."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from fodp.cli.methods import markdown, method_rows
 from fodp.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/budgets.md")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_shell_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks(page, "sh")
     assert found
-    for line in "\n".join(found).splitlines():
+    for line in "".join(found).splitlines():
         words = shlex.split(line)
         assert words[0] == "fodp"
         assert main(words[1:]) == 0, line

@@ -34,6 +34,7 @@ def resume(trainer: Trainer, folder: RunFolder, config: dict[str, Any]) -> None:
     """Go on from the checkpoint; a run that broke off before it released anything may begin anew."""
     if folder.checkpoint.exists():
         trainer.resume(folder.checkpoint)
+        folder.tidy()
         return
     used = trainer.ledger.steps(str(config.get("run"))) if trainer.ledger is not None else None
     if used:

@@ -55,6 +55,11 @@ class RunFolder:
         except OSError as error:
             raise PrivacyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from None
 
+    def tidy(self) -> None:
+        """Remove what a killed process had begun to write."""
+        for part in self.path.glob("*.part"):
+            part.unlink(missing_ok=True)
+
     def ledger_of(self, config: dict[str, Any]) -> Path:
         """The ledger that the run is kept in: one named by the user, or the folder's own."""
         return Path(config["ledger"]) if config.get("ledger") else self.ledger
