@@ -9,9 +9,9 @@ from fodp._checks import PrivacyError
 from fodp.budget import RenyiBudget
 from fodp.ledger.store import Entry, Store
 
-# Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 75 writes'
-# time, so that writing takes between 1% and 2% of the run at most.
-_AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 75
+# Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 100 writes'
+# time, so that writing settles at about 1% of the run.
+_AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 100
 
 
 class Account:
