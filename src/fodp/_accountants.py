@@ -29,6 +29,7 @@ ORDERS: tuple[float, ...] = (
 ROUND_OFF = 2e-15  # of one release's Rényi divergence: measured at most 5e-16
 FFT_NOISE = 1e-15  # in delta, per composed release: measured 1e-17
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # below, ε is called infinite; above, counted as this much
+LEAST_RATE = 1e-100  # rates below are counted as this much
 MAX_DISTINCT = 128  # more different releases than this are rounded, or a schedule would take minutes
 
 
