@@ -5,6 +5,7 @@ and scores on data that was declared public.
 """
 
 import csv
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fodp import _checks
+from fodp._checks import PrivacyError
 from fodp.models import accuracy
 
 if TYPE_CHECKING:
@@ -100,6 +102,12 @@ class Evaluate(Callback):
             return
         averaged = None if self.average is None else self.average.model
         score, loss = accuracy(averaged or trainer.model, self.dataset)
+        if not math.isfinite(loss):
+            raise PrivacyError(
+                f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
+                f"the learning rate or look at the data's scale; the epsilon spent so far, {trainer.epsilon():.4g}, "
+                "stays spent"
+            )
         self.best = max(self.best, score)
         trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
 

@@ -159,7 +159,13 @@ class Trainer:
             reason = "finished"
         else:
             reason = "target reached" if self.step >= self.last_step else "interrupted"
-        return Result(reason, self.step, self.plan.epsilon(steps=self.step), self.plan.delta, self.lost_steps)
+        spent = self.plan.epsilon(steps=self.step)
+        if not self.run.parameters().isfinite().all():
+            raise PrivacyError(
+                "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
+                f"scale; the epsilon spent, {spent:.4g}, stays spent"
+            )
+        return Result(reason, self.step, spent, self.plan.delta, self.lost_steps)
 
     def _one_step(self) -> None:
         self._reserve()
