@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import math
 import sys
 import time
 from datetime import datetime
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
+from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.accounting import MOST_STEPS
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -81,14 +84,17 @@ def run(options: argparse.Namespace) -> int:
     from fodp.models import accuracy, build, cross_entropy
     from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
     from fodp.training.folder import RunFolder
+    from fodp.training.rehearsal import rehearse
     from fodp.training.trainer import Trainer
 
     if options.threads is not None:
-        torch.set_num_threads(_at_least_one("--threads", options.threads))
+        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
     splits = _load(config, options)
     plan = _plan(config, splits)
-    torch.manual_seed(plan.seed) if plan.seed is not None else torch.seed()
+    # PyTorch takes 64 bits of a seed; the streams of masks and noise take all of it.
+    torch.manual_seed(plan.seed % 2**64) if plan.seed is not None else torch.seed()
     model = build(config["model"], splits.card)
+    rehearse(config["model"], model, splits.card)
 
     folder = RunFolder(options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"))
     callbacks: list[Callback] = [Evaluate(splits.test, config["eval_every"]), CSVLog(folder.metrics)]
@@ -150,7 +156,8 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         return 130
     folder.write(folder.result, json.dumps(result, indent=1) + "\n")
     plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
-    print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
+    if result["final_accuracy"] is not None:
+        print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
     print(f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g}", file=text)
     if result["reason"] == "target reached":
         print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
@@ -183,6 +190,9 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
+    missing = sorted(_DEFAULTS.keys() - stored.keys())
+    if missing:
+        raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
     for name, value in _given(options).items():
         if stored.get(name) != value:
             option = "--" + name.replace("_", "-")
@@ -235,7 +245,6 @@ def _load(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
 
 
 def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
-    from fodp import _checks
     from fodp.plan import Plan
 
     card = splits.card
@@ -245,7 +254,7 @@ def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         params["lr"] = config["lr"]
     public: dict[str, Any] = dict(
         sampling_rate=rate,
-        steps=max(1, round(_checks.positive("--epochs", config["epochs"]) / rate)),
+        steps=_steps(config["epochs"], rate),
         lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
         clip_norm=config["clip_norm"],
         delta=config["delta"],
@@ -254,12 +263,16 @@ def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         accountant=config["accountant"],
         seed=config.get("seed"),
     )
-    if config.get("noise_multiplier") is not None:
-        return Plan(noise_multiplier=config["noise_multiplier"], **public)
-    return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+    if config.get("noise_multiplier") is None:
+        return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+    plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
+    if not math.isfinite(plan.epsilon()):
+        raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
+    return plan
 
 
-def _at_least_one(name: str, value: int) -> int:
-    from fodp import _checks
-
-    return _checks.whole(name, value)
+def _steps(epochs: Any, rate: float) -> int:
+    steps = _checks.positive("--epochs", epochs) / rate
+    if steps > MOST_STEPS:
+        raise PrivacyError(f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
+    return max(1, round(steps))
