@@ -44,12 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PrivacyError as error:
         print(f"fodp: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print("fodp: not enough memory: use a smaller model or window, or --microbatch", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fodp: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right
         return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
 
 
 if __name__ == "__main__":
