@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types bench bench-methods clean
+.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -28,11 +28,18 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(INSTALLED)  ## write the generated pages again
+	$(BIN)/fodp methods --markdown > docs/methods.md
+	$(BIN)/python tests/rules_page.py
+
 bench: $(INSTALLED)  ## one FO-DP-SGD step against one plain SGD step, same run, one thread
 	$(BIN)/python benchmarks/step.py
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py
+
+bench-noise: $(INSTALLED)  ## what the secure stream, and exact noise, add to a step on the paper's MLP
+	$(BIN)/python benchmarks/noise.py
 
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt
