@@ -180,9 +180,13 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         if "target_epsilon" in given and "noise_multiplier" not in given:
             del preset["noise_multiplier"]  # a target alone calibrates
     config = {**_DEFAULTS, **preset, **given}
-    if config.get("target_epsilon") is None and config.get("noise_multiplier") is None:
+    if not _says_how_private(config):
         raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config
+
+
+def _says_how_private(config: dict[str, Any]) -> bool:
+    return config.get("target_epsilon") is not None or config.get("noise_multiplier") is not None
 
 
 def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
@@ -191,6 +195,8 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
 
     stored = RunFolder(options.out).read_config()
     missing = sorted(_DEFAULTS.keys() - stored.keys())
+    if not _says_how_private(stored):
+        missing.append("noise_multiplier")
     if missing:
         raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
     for name, value in _given(options).items():

@@ -26,17 +26,15 @@ class RunFolder:
         """Make the folder; one that holds a run already is not overwritten."""
         try:
             holds_a_run = self.config.exists()
-        except (OSError, ValueError) as error:  # a name too long, or with a zero byte
-            raise PrivacyError(f"the folder's name cannot be used ({_reason(error)}): choose another --out") from None
+            if not holds_a_run:
+                self.path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.path).close()
+        except (OSError, ValueError) as error:  # not writable; a name too long, or with a zero byte
+            raise PrivacyError(f"{self.path} cannot be written ({_reason(error)}): choose another --out") from None
         if holds_a_run:
             raise PrivacyError(
                 f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
-        except OSError as error:
-            raise PrivacyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from None
 
     def write(self, file: Path, text: str) -> None:
         """All or nothing."""
