@@ -30,6 +30,7 @@ class Plan:
     method, params: the private optimizer and its public parameters.
     accountant: "pld" (tight, default), "rdp" or "rdp-classic" (the paper's formula).
     seed: None for a real run; a number for repeatable research, which is not private against readers of it.
+    exact_noise: release on a grid with exactly rounded noise, against attacks on the low bits of floats (`fodp.exact`).
 
     Example:
         >>> import fodp
@@ -49,6 +50,7 @@ class Plan:
     params: Mapping[str, Any] = field(default_factory=dict)
     accountant: str = "pld"
     seed: int | None = None
+    exact_noise: bool = False
 
     def __post_init__(self) -> None:
         _checks.fraction("sampling_rate", self.sampling_rate)
@@ -61,6 +63,8 @@ class Plan:
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
         if self.seed is not None:
             _checks.whole("seed", self.seed, minimum=0)
+        if not isinstance(self.exact_noise, bool):
+            raise PrivacyError(f"exact_noise must be True or False, got {_checks.shown(self.exact_noise)}")
         if not isinstance(self.params, Mapping):
             raise PrivacyError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
         # Fill in the defaults, so that the plan records every number that the run will use.

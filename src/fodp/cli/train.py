@@ -60,6 +60,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
     add("--preset", metavar="NAME", help="paper: the paper's protocol")
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
+    add("--exact-noise", action="store_true", default=None, help="no floating-point leaks; noise takes longer to draw")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (memory; changes nothing else)")
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
@@ -268,6 +269,7 @@ def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         params=params,
         accountant=config["accountant"],
         seed=config.get("seed"),
+        exact_noise=config.get("exact_noise", False),
     )
     if config.get("noise_multiplier") is None:
         return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
