@@ -22,7 +22,7 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
     refuse_errors(model)
     shape = (card.features,) if wants_flat(name) else card.shape
     labels = torch.full((2,), card.classes - 1)
-    ramp = torch.linspace(-1, 1, 2 * card.features).reshape(2, *shape)
+    ramp = torch.linspace(-0.5, 1, 2 * card.features).reshape(2, *shape)
     buffers = dict(model.named_buffers())
     before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
     after, finite = [], []
