@@ -42,7 +42,7 @@ class WindowMemory:
     """
 
     def __init__(self, window: int):
-        self.window = _checks.whole("window", window)
+        self.window = _checks.whole("window", window, maximum=100_000)
         self._ring: Tensor | None = None  # K-1 rows, made at the first write
         self._writes = 0
 
