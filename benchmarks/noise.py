@@ -69,6 +69,20 @@ def report(title: str, times: dict[str, list[float]], base: str) -> dict[str, fl
     return found
 
 
+def rounding_of_sums(data: TensorDataset) -> float:
+    """How far s(D) - s(D without its last) is from the last one's own clipped gradient, in units of C."""
+    model, worst = paper_mlp(), 0.0
+
+    def total(rows: slice) -> Tensor:
+        batch = tuple(tensor[rows] for tensor in data.tensors)
+        return fodp.clipped_sum(model, losses, batch, 1.0).double()
+
+    for count in (2, 20, 100, LOT, 255):
+        apart = total(slice(0, count)) - total(slice(0, count - 1)) - total(slice(count - 1, count))
+        worst = max(worst, float(apart.norm()))
+    return worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
@@ -95,6 +109,8 @@ def main() -> None:
     }
     milliseconds(draws, 1)
     results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds), "torch.normal_")
+    results["rounding"] = {"of C": rounding_of_sums(data)}
+    print(f"rounding of float32 sums when one example leaves: at most {results['rounding']['of C']:.1e} of C")
     if options.json:
         print(json.dumps(results))
 
