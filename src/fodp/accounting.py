@@ -294,9 +294,7 @@ def _cost(tally: Tally, delta: float, accountant: str = "pld", *, records: int =
 
 def _rounding(phases: Sequence[Phase]) -> dict[Event, Release]:
     events = {event for phase in phases if phase.steps for event in phase.events}
-    # A larger rate only costs more, and rates near the smallest float overflow the accountants' formulas.
-    least = _accountants.LEAST_RATE
-    releases = {e: (max(float(e.sampling_rate), least), float(e.noise_multiplier)) for e in events}
+    releases = {e: (_accountants.round_rate(float(e.sampling_rate)), float(e.noise_multiplier)) for e in events}
     rounded = _accountants.rounding(releases.values())
     return {event: rounded[release] for event, release in releases.items()}
 
