@@ -131,6 +131,7 @@ class CSVLog(Callback):
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the file; keep earlier lines only up to the step that is resumed from."""
+        self._mend()
         kept: list[dict[str, str]] = []
         if self.path.exists() and trainer.step:
             with self.path.open(newline="") as file:
@@ -139,6 +140,22 @@ class CSVLog(Callback):
         writer = csv.DictWriter(self._file, self.FIELDS)
         writer.writeheader()
         writer.writerows(kept)
+
+    def _mend(self) -> None:
+        """Take off a last line that a crash has cut; refuse a file that is no log of ours."""
+        if not self.path.exists():
+            return
+        try:
+            whole, newline, _ = self.path.read_bytes().decode().rpartition("\n")
+            for row in csv.DictReader(whole.splitlines()):
+                if tuple(row) != self.FIELDS or not all(math.isfinite(float(value or 0)) for value in row.values()):
+                    raise ValueError(f"the line {row}")
+                int(row["step"])
+        except (ValueError, TypeError, csv.Error) as error:
+            raise PrivacyError(
+                f"{self.path} is damaged ({_checks.shown(str(error))}): it is only a log, move it away and resume"
+            ) from None
+        self.path.write_bytes((whole + newline).encode())
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write a line."""
