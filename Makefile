@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types bench bench-methods soak clean
+.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise soak clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -28,12 +28,19 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(INSTALLED)  ## write the generated pages again
+	$(BIN)/fodp methods --markdown > docs/methods.md
+	$(BIN)/python tests/rules_page.py
+
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/fodp bench --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py
+
+bench-noise: $(INSTALLED)  ## what the secure stream, and exact noise, add to a step on the paper's MLP
+	$(BIN)/python benchmarks/noise.py
 
 soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py

@@ -19,8 +19,7 @@ from scipy import stats
 
 from fodp._checks import PrivacyError
 from fodp.noise import PAIRS, Streams, angles, radii
-
-ACCEPT, REJECT = 1e-3, 1e-9
+from statistics_for_tests import ACCEPT, REJECT, correlation_p, exceedance_p, variance_p, variance_power
 
 
 def draw(seed: int = 0, count: int = 100_000, std: float = 1.0, step: int = 0, name: str = "noise"):
@@ -31,31 +30,6 @@ def normals_of(radius_words: np.ndarray, angle_words: np.ndarray) -> np.ndarray:
     """The r·cos(a) half of what the streams make of these words, in float32."""
     radius = radii(radius_words, np.empty(radius_words.size), np.empty(radius_words.size, np.float32))
     return radius * np.cos(angles(angle_words, np.empty(angle_words.size, np.float32)))
-
-
-# ---- p-values --------------------------------------------------------------------------------------------
-
-
-def two_sided(probability_below: float) -> float:
-    return 2 * min(probability_below, 1 - probability_below)
-
-
-def variance_p(sample: np.ndarray, std: float) -> float:
-    return two_sided(float(stats.chi2.cdf(np.sum((sample / std) ** 2), sample.size)))
-
-
-def variance_power(count: int, ratio: float, level: float) -> float:
-    """The probability that `variance_p` falls below `level` when the true std is `ratio` times the claim."""
-    low, high = stats.chi2.ppf([level / 2, 1 - level / 2], count)
-    return float(stats.chi2.cdf(low / ratio**2, count) + stats.chi2.sf(high / ratio**2, count))
-
-
-def exceedance_p(found: int, count: int, probability: float) -> float:
-    return float(stats.binomtest(found, count, probability).pvalue)
-
-
-def correlation_p(first: np.ndarray, second: np.ndarray) -> float:
-    return float(stats.pearsonr(first, second).pvalue)
 
 
 # ---- distribution ----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ ORDERS: tuple[float, ...] = (
 ROUND_OFF = 2e-15  # of one release's Rényi divergence: measured at most 5e-16
 FFT_NOISE = 1e-15  # in delta, per composed release: measured 1e-17
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # below, ε is called infinite; above, counted as this much
+LEAST_RATE, MOST_RATE = 1e-100, 1 - 1e-12  # rates below are counted as this much; above, as 1
 MAX_DISTINCT = 128  # more different releases than this are rounded, or a schedule would take minutes
 
 
@@ -56,6 +57,11 @@ def rounding(releases: Iterable[Release]) -> dict[Release, Release]:
         rounded = {(q, z): (min(1.0, _grid(q, ratio, up=True)), _grid(z, ratio, up=False)) for q, z in distinct}
         ratio *= ratio
     return rounded
+
+
+def round_rate(rate: float) -> float:
+    """The rate, rounded up near 0 and 1, where the formulas overflow or cancel; a larger rate only costs more."""
+    return 1.0 if rate > MOST_RATE else max(rate, LEAST_RATE)
 
 
 def _grid(value: float, ratio: float, *, up: bool) -> float:

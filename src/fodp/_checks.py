@@ -8,10 +8,19 @@ class PrivacyError(ValueError):
     """Something that would make the stated guarantee false, or that cannot be run as asked."""
 
 
+def shown(value: object) -> str:
+    """The value as an error message shows it: a megabyte of digits helps nobody."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of many thousand digits
+        return "a huge number"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def number(name: str, value: object) -> float:
     """A finite real number; booleans, strings, NaN and infinities are refused."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PrivacyError(f"{name} must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise PrivacyError(f"{name} must be a finite number, got {shown(value)}")
     return float(value)
 
 
@@ -19,7 +28,7 @@ def positive(name: str, value: object) -> float:
     """A number above zero."""
     checked = number(name, value)
     if checked <= 0:
-        raise PrivacyError(f"{name} must be above 0, got {value!r}")
+        raise PrivacyError(f"{name} must be above 0, got {shown(value)}")
     return checked
 
 
@@ -27,7 +36,7 @@ def at_least_zero(name: str, value: object) -> float:
     """A number of zero or more."""
     checked = number(name, value)
     if checked < 0:
-        raise PrivacyError(f"{name} must be at least 0, got {value!r}")
+        raise PrivacyError(f"{name} must be at least 0, got {shown(value)}")
     return checked
 
 
@@ -35,7 +44,7 @@ def fraction(name: str, value: object) -> float:
     """A number in (0, 1]."""
     checked = number(name, value)
     if not 0 < checked <= 1:
-        raise PrivacyError(f"{name} must lie in (0, 1], got {value!r}")
+        raise PrivacyError(f"{name} must lie in (0, 1], got {shown(value)}")
     return checked
 
 
@@ -43,14 +52,16 @@ def open_fraction(name: str, value: object) -> float:
     """A number in (0, 1)."""
     checked = number(name, value)
     if not 0 < checked < 1:
-        raise PrivacyError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+        raise PrivacyError(f"{name} must lie strictly between 0 and 1, got {shown(value)}")
     return checked
 
 
-def whole(name: str, value: object, minimum: int = 1) -> int:
-    """A whole number of at least `minimum`."""
+def whole(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> int:
+    """A whole number of at least `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise PrivacyError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+        raise PrivacyError(f"{name} must be a whole number of at least {minimum}, got {shown(value)}")
+    if maximum is not None and value > maximum:
+        raise PrivacyError(f"{name} must be at most {maximum}, got {shown(value)}")
     return value
 
 
@@ -58,5 +69,12 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> str:
     """One of the listed words."""
     allowed = list(choices)
     if not isinstance(value, str) or value not in allowed:
-        raise PrivacyError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        raise PrivacyError(f"{name} must be one of {', '.join(allowed)}; got {shown(value)}")
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False

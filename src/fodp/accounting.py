@@ -20,6 +20,7 @@ from fodp._checks import PrivacyError
 ACCOUNTANTS = ("pld", "rdp", "rdp-classic")
 """Privacy-loss distributions; Rényi with the tight conversion; Rényi with the paper's formula."""
 
+MOST_STEPS = 10**15  # of a phase: whole numbers far beyond are no floats any more
 SEARCH = (1e-4, 1e6)  # the noise among which calibration looks
 
 Numbers = float | Sequence[float]
@@ -57,7 +58,7 @@ class Phase:
             raise PrivacyError(f"events must be a tuple of Event, got {self.events!r}")
         if not self.events:
             raise PrivacyError("events is empty: a step that releases nothing is not a step; leave the phase out")
-        _checks.whole("steps", self.steps, minimum=0)
+        _checks.whole("steps", self.steps, minimum=0, maximum=MOST_STEPS)
 
 
 def joint(*multipliers: float) -> float:
@@ -293,7 +294,7 @@ def _cost(tally: Tally, delta: float, accountant: str = "pld", *, records: int =
 
 def _rounding(phases: Sequence[Phase]) -> dict[Event, Release]:
     events = {event for phase in phases if phase.steps for event in phase.events}
-    releases = {event: (float(event.sampling_rate), float(event.noise_multiplier)) for event in events}
+    releases = {e: (_accountants.round_rate(float(e.sampling_rate)), float(e.noise_multiplier)) for e in events}
     rounded = _accountants.rounding(releases.values())
     return {event: rounded[release] for event, release in releases.items()}
 

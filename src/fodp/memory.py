@@ -41,7 +41,7 @@ class WindowMemory:
     _scored = False  # whether a trend is followed, in a row of its own before the ring
 
     def __init__(self, window: int):
-        self.window = _checks.whole("window", window)
+        self.window = _checks.whole("window", window, maximum=100_000)
         self._table: Tensor | None = None  # the trend's row if scored, then the ring's; made at the first write
         self._writes = 0
         self._recall: Recall | None = None

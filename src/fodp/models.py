@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from fodp._checks import PrivacyError, whole
+from fodp._checks import PrivacyError, shown, whole
 from fodp.data.cards import Card
 
 Batch = tuple[Tensor, Tensor]  # images and labels
@@ -68,6 +68,8 @@ def build(name: str, card: Card) -> nn.Module:
     it accepts them; its module may lie in the current directory. Weights come from torch's default
     generator: call `torch.manual_seed` before for the same ones again.
     """
+    if not isinstance(name, str):
+        raise PrivacyError(f"the model must be a name, got {shown(name)}")
     if name in MODELS:
         return MODELS[name](card)
     module_name, colon, function_name = name.partition(":")
@@ -79,7 +81,7 @@ def build(name: str, card: Card) -> nn.Module:
             model = function(**_accepted(function, {"classes": card.classes, "shape": card.shape}))
         except Exception as error:
             raise PrivacyError(
-                f"model {name} failed with {type(error).__name__}: {_one_line(error)}; "
+                f"model {name} failed with {type(error).__name__}: {one_line(error)}; "
                 "it is called with classes and shape if it accepts them, and nothing else"
             ) from error
     if not isinstance(model, nn.Module):
@@ -92,7 +94,7 @@ def _import(name: str, module_name: str, function_name: str) -> Callable[..., ob
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:
         raise PrivacyError(
-            f"cannot import model {name} ({type(error).__name__}: {_one_line(error)}); "
+            f"cannot import model {name} ({type(error).__name__}: {one_line(error)}); "
             "module:function is looked up in the current directory and among installed packages"
         ) from error
     if not callable(function):
@@ -125,7 +127,8 @@ def _current_directory_importable() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The error's message, short enough to be part of another."""
     return " ".join(str(error).split())[:200]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fodp import _checks, accounting
 from fodp._checks import PrivacyError
-from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase
 from fodp.methods import Method, find
 from fodp.statement import statement
 
@@ -30,6 +30,7 @@ class Plan:
     method, params: the private optimizer and its public parameters.
     accountant: "pld" (tight, default), "rdp" or "rdp-classic" (the paper's formula).
     seed: None for a real run; a number for repeatable research, which is not private against readers of it.
+    exact_noise: release on a grid with exactly rounded noise, against attacks on the low bits of floats (`fodp.exact`).
 
     Example:
         >>> import fodp
@@ -49,20 +50,30 @@ class Plan:
     params: Mapping[str, Any] = field(default_factory=dict)
     accountant: str = "pld"
     seed: int | None = None
+    exact_noise: bool = False
 
     def __post_init__(self) -> None:
         _checks.fraction("sampling_rate", self.sampling_rate)
-        _checks.whole("steps", self.steps)
+        _checks.whole("steps", self.steps, maximum=MOST_STEPS)
         for name in ("lot_size", "clip_norm", "noise_multiplier"):
             _checks.positive(name, getattr(self, name))
+        self._check_scale("clip_norm", self.clip_norm)
+        self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         _checks.open_fraction("delta", self.delta)
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
         if self.seed is not None:
             _checks.whole("seed", self.seed, minimum=0)
+        if not isinstance(self.exact_noise, bool):
+            raise PrivacyError(f"exact_noise must be True or False, got {_checks.shown(self.exact_noise)}")
         if not isinstance(self.params, Mapping):
             raise PrivacyError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
         # Fill in the defaults, so that the plan records every number that the run will use.
         object.__setattr__(self, "params", self.algorithm.describe())
+
+    @staticmethod
+    def _check_scale(name: str, value: float) -> None:
+        if not 1e-30 <= value <= 1e30:
+            raise PrivacyError(f"{name} must lie between 1e-30 and 1e30, where float32 holds it; got {value:g}")
 
     @cached_property
     def algorithm(self) -> Method:

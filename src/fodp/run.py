@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, kernels
+from fodp import _checks, exact, kernels, mechanism
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
 from fodp.clipping.engine import HERE, Batch, Engine, LossFunction, Points, repeat
 from fodp.clipping.gradients import Gradients
 from fodp.filters import Filter
-from fodp.mechanism import Query, release
+from fodp.mechanism import Query
 from fodp.noise import Streams
 from fodp.plan import Plan
 from fodp.sampling import Fetcher, Lot, PoissonSampler
@@ -55,6 +55,7 @@ class Run:
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
         self._augment, self._copies = augment, _checks.whole("copies", copies)
         self._public_score = public_score
+        self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else mechanism.release
         self.method = plan.algorithm
         self.state = self.method.init(plan, self.engine.layout.size)
         std = plan.noise_multiplier * plan.clip_norm
@@ -129,14 +130,14 @@ class Run:
             rest = clip.rest(multiplier)
             count = self._asked[place].count(lambda norms: norms <= clip.clip_norm)
             self._charge(place, count.noise_multiplier(clip.count_noise))
-            self._count = release(count, clip.count_noise, self.streams, self.step, "count")
+            self._count = self.add_noise(count, clip.count_noise, self.streams, self.step, "count")
             multiplier, std = rest, std * rest / multiplier
         self._charge(place, multiplier)
         self._noise_std = std
         earlier = self._releases.get(place, 0)
         self._releases[place] = earlier + 1
         name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
-        return release(query, std, self.streams, self.step, name)
+        return self.add_noise(query, std, self.streams, self.step, name)
 
     def _charge(self, place: int, multiplier: float) -> None:
         before = self._spent[place]

@@ -26,6 +26,11 @@ def statement(plan: "Plan") -> str:
         else "Randomness: SEEDED, a research mode. Whoever knows the seed can subtract the noise "
         "and learn who took part: against them there is no guarantee at all."
     )
+    unprotected = (
+        "timing attacks; rounding inside float32 sums (the noise itself is exact, on a grid)"
+        if plan.exact_noise
+        else "floating-point and timing attacks"
+    )
     lines = [
         f"This run is ({epsilon:.4g}, {plan.delta:g})-differentially private.",
         "Unit: one training example. Adjacency: add or remove one example.",
@@ -38,7 +43,8 @@ def statement(plan: "Plan") -> str:
         f"A person with 2 examples in the data: epsilon {pair:.4g} at the same delta; with k examples, more.",
         f"Replacing one example instead of adding or removing it: epsilon {replace:.4g} at the same delta.",
         "Not covered: the choice of hyper-parameters if it was made by looking at this data; scores on data that "
-        "is itself private; other runs on the same data (their budgets add up); floating-point and timing attacks; "
-        "the public numbers of the plan (sampling rate, lot size, steps, classes), which must not come from the data.",
+        "is itself private; other runs on the same data (their budgets add up); "
+        f"{unprotected}; the public numbers of the plan (sampling rate, lot size, steps, classes), which must not "
+        "come from the data.",
     ]
     return "\n".join(lines)

@@ -5,16 +5,12 @@ one transcript and differ only in what they would have added noise to.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fodp import mechanism
-from fodp import run as run_module
 from fodp.audit.report import Progress, silent, stepping
 from fodp.mechanism import Query
 from fodp.plan import Plan
@@ -71,8 +67,10 @@ def record(
     _record_draws(trainer, tape, of, without)
     trainer.callbacks.append(_Watch(tape, last, watch, progress))
 
+    add_noise = trainer.run.add_noise
+
     def noise_site(query: Query, std: float, *rest: Any) -> Tensor:
-        result = mechanism.release(query, std, *rest)
+        result = add_noise(query, std, *rest)
         if of is not None and len(tape.releases) < len(of.releases):
             result = of.releases[len(tape.releases)].result.clone()
         assert isinstance(query.lot, Lot)
@@ -80,7 +78,8 @@ def record(
         tape.releases.append(released)
         return result
 
-    with _at_the_noise_site(noise_site), stepping():
+    trainer.run.add_noise = noise_site
+    with stepping():
         trainer.fit()
     if trainer.step < last:
         raise KeyboardInterrupt  # half a tape would look like missing events
@@ -113,17 +112,6 @@ def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -
         return numbers if len(numbers) == count else numbers[lot.indices != without]
 
     run.draw, run.uniform = taped_draw, taped_uniform  # type: ignore[method-assign]
-
-
-@contextmanager
-def _at_the_noise_site(visit: Callable[..., Tensor]) -> Iterator[None]:
-    """Stand at the one place where a run adds noise. Not for two audits in two threads at the same time."""
-    names = vars(run_module)
-    before, names["release"] = names["release"], visit
-    try:
-        yield
-    finally:
-        names["release"] = before
 
 
 class _Watch(Callback):

@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fodp import _checks
 from fodp.cli import train
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from fodp.models import build, cross_entropy
 
     if options.threads is not None:
-        torch.set_num_threads(train._at_least_one("--threads", options.threads))
+        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
     splits = train._load(config, options)
     plan = train._plan(config, splits)
     torch.manual_seed(options.seed)

@@ -42,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         return int(options.run(options))
     except PrivacyError as error:
-        print(f"fodp: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"fodp: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print("fodp: not enough memory: use a smaller model or window, or --microbatch", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fodp: interrupted", file=sys.stderr)
@@ -50,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right
         return 0
+
+
+def _one_line(error: PrivacyError) -> str:
+    line = " ".join(str(error).split())
+    return line if len(line) <= 900 else f"{line[:500]} ... {line[-300:]}"  # whatever somebody typed
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
 
 
 if __name__ == "__main__":

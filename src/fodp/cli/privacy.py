@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 from typing import Any
 
 from fodp import accounting
+from fodp._checks import PrivacyError
 from fodp.accounting import ACCOUNTANTS
 
 _COVERS = (
@@ -57,6 +59,11 @@ def _public(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(as_json: bool, epsilon: float, numbers: dict[str, Any]) -> None:
+    if not math.isfinite(epsilon):
+        raise PrivacyError(
+            f"no finite epsilon holds for noise multiplier {numbers['noise_multiplier']:g} at delta "
+            f"{numbers['delta']:g}: use more noise or a larger delta"
+        )
     if as_json:
         print(json.dumps({"epsilon": epsilon, **numbers}))
         return

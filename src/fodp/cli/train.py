@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import math
 import sys
 import time
 from datetime import datetime
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
+from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.accounting import MOST_STEPS
 from fodp.cli.ledger import parse_budget
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
     add("--preset", metavar="NAME", help="paper: the paper's protocol")
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
+    add("--exact-noise", action="store_true", default=None, help="no floating-point leaks; noise takes longer to draw")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (memory; changes nothing else)")
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
@@ -98,14 +102,17 @@ def run(options: argparse.Namespace) -> int:
     from fodp.models import accuracy, build, cross_entropy
     from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
     from fodp.training.folder import RunFolder
+    from fodp.training.rehearsal import rehearse
     from fodp.training.trainer import Trainer
 
     if options.threads is not None:
-        torch.set_num_threads(_at_least_one("--threads", options.threads))
+        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
     splits = _load(config, options)
     plan = _plan(config, splits)
-    torch.manual_seed(plan.seed) if plan.seed is not None else torch.seed()
+    # PyTorch takes 64 bits of a seed; the streams of masks and noise take all of it.
+    torch.manual_seed(plan.seed % 2**64) if plan.seed is not None else torch.seed()
     model = build(config["model"], splits.card)
+    rehearse(config["model"], model, splits.card)
 
     folder = RunFolder(options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"))
     callbacks: list[Callback] = [Evaluate(splits.test, config["eval_every"]), CSVLog(folder.metrics)]
@@ -213,9 +220,13 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
     if "budget" in config:
         parse_budget(config["budget"])
-    if config.get("target_epsilon") is None and config.get("noise_multiplier") is None:
+    if not _says_how_private(config):
         raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config
+
+
+def _says_how_private(config: dict[str, Any]) -> bool:
+    return config.get("target_epsilon") is not None or config.get("noise_multiplier") is not None
 
 
 def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
@@ -223,6 +234,11 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
+    missing = sorted(_DEFAULTS.keys() - stored.keys())
+    if not _says_how_private(stored):
+        missing.append("noise_multiplier")
+    if missing:
+        raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; the run is refused unless it is in there
     for name, value in _given(options).items():
@@ -278,7 +294,6 @@ def _load(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
 
 
 def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
-    from fodp import _checks
     from fodp.plan import Plan
 
     card = splits.card
@@ -288,7 +303,7 @@ def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         params["lr"] = config["lr"]
     public: dict[str, Any] = dict(
         sampling_rate=rate,
-        steps=max(1, round(_checks.positive("--epochs", config["epochs"]) / rate)),
+        steps=_steps(config["epochs"], rate),
         lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
         clip_norm=config["clip_norm"],
         delta=config["delta"],
@@ -296,13 +311,18 @@ def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         params=params,
         accountant=config["accountant"],
         seed=config.get("seed"),
+        exact_noise=config.get("exact_noise", False),
     )
-    if config.get("noise_multiplier") is not None:
-        return Plan(noise_multiplier=config["noise_multiplier"], **public)
-    return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+    if config.get("noise_multiplier") is None:
+        return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+    plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
+    if not math.isfinite(plan.epsilon()):
+        raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
+    return plan
 
 
-def _at_least_one(name: str, value: int) -> int:
-    from fodp import _checks
-
-    return _checks.whole(name, value)
+def _steps(epochs: Any, rate: float) -> int:
+    steps = _checks.positive("--epochs", epochs) / rate
+    if steps > MOST_STEPS:
+        raise PrivacyError(f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
+    return max(1, round(steps))

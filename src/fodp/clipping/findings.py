@@ -43,6 +43,12 @@ def check(model: nn.Module) -> list[Finding]:
         if isinstance(parameter, nn.UninitializedParameter):
             advice = "run the model once on dummy input before training"
             findings.append(Finding("error", name, "a lazy parameter without a shape", advice))
+        elif parameter.is_complex():
+            advice = "use two real parameters, for the real and the imaginary part"
+            findings.append(Finding("error", name, "a complex parameter", advice))
+        elif parameter.is_meta or parameter.numel() == 0:
+            advice = "build the model with real weights, and layers of at least one unit"
+            findings.append(Finding("error", name, "a parameter without numbers", advice))
         elif parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             advice = "norms, noise and releases are float32 all the same"
             findings.append(Finding("note", name, f"a {parameter.dtype} parameter", advice))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # so that asking for a card, or for --help, does not wait for
 
     from fodp.data.arrays import Arrays
 
+MOST_CLASSES = 10**6
 LARGEST_VALIDATION = 5000  # enough to choose hyper-parameters; 45,000 float images would fill the memory
 
 
@@ -93,7 +94,7 @@ def _read_own(path: Path, assume_size: int | None, classes: int | None, test_siz
             "numbers: counted from the file they would reveal who is in it"
         )
     whole("assume_size", assume_size)
-    whole("classes", classes, minimum=2)
+    whole("classes", classes, minimum=2, maximum=MOST_CLASSES)
 
     from fodp.data import arrays as checks
     from fodp.data import npz

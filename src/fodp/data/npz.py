@@ -14,9 +14,9 @@ CHANNELS = (1, 3, 4)  # grey, colour, colour with transparency
 
 def read(path: Path) -> Arrays:
     """Read the four arrays and put channels first. Pickled objects are refused, so loading runs no code."""
-    if not path.is_file():
-        raise PrivacyError(f"no such file: {path}; give the path of an .npz archive")
     with reading(path):
+        if not path.is_file():
+            raise PrivacyError(f"no such file: {path}; give the path of an .npz archive")
         try:
             archive = np.load(path, allow_pickle=False)
         except ValueError:  # NumPy takes anything unknown for a pickle and advises to load it unsafely

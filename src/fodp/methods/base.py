@@ -60,7 +60,8 @@ class CommonParams:
     clip_max: float = 1e3
 
     def __post_init__(self) -> None:
-        _checks.positive("lr", self.lr)
+        if _checks.positive("lr", self.lr) > 1e30:
+            raise PrivacyError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
         _checks.one_of("update", self.update, UPDATES)
         _checks.one_of("filter", self.filter, FILTERS)
         for name in ("momentum", "weight_decay", "bc_floor"):
@@ -80,7 +81,7 @@ class CommonParams:
             given = getattr(self, name)
             if not isinstance(given, Sequence) or isinstance(given, str):
                 raise PrivacyError(f"{name} must be a sequence of numbers, got {given!r}")
-            object.__setattr__(self, name, tuple(given))
+            object.__setattr__(self, name, tuple(_checks.number(f"each of {name}", value) for value in given))
         _checks.fraction("filter_beta", self.filter_beta)
         self.make_filter(1.0, 1)  # checks its coefficients
 

@@ -6,6 +6,7 @@ and scores on data that was declared public.
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -103,6 +104,12 @@ class Evaluate(Callback):
             return
         averaged = None if self.average is None else self.average.model
         score, loss = accuracy(averaged or trainer.model, self.dataset)
+        if not math.isfinite(loss):
+            raise PrivacyError(
+                f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
+                f"the learning rate or look at the data's scale; the epsilon spent so far, {trainer.epsilon():.4g}, "
+                "stays spent"
+            )
         self.best = max(self.best, score)
         trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
 
@@ -126,16 +133,29 @@ class CSVLog(Callback):
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the file; keep earlier lines only up to the step that is resumed from."""
-        kept: list[dict[str, str]] = []
-        if self.path.exists() and trainer.step:
-            whole = self.path.read_text(errors="replace").rpartition("\n")[0]  # a crash may have cut the last line
-            kept = [row for row in csv.DictReader(whole.splitlines()) if int(row["step"]) <= trainer.step]
+        kept = [row for row in self._rows() if int(row["step"]) <= trainer.step] if trainer.step else []
         text = io.StringIO()
         writer = csv.DictWriter(text, self.FIELDS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(kept)
         write_atomically(self.path, text.getvalue())
         self._file = self.path.open("a", newline="")
+
+    def _rows(self) -> list[dict[str, str]]:
+        """The lines so far, without a last one that a crash has cut; refuses a file that is no log of ours."""
+        if not self.path.exists():
+            return []
+        try:
+            rows = list(csv.DictReader(self.path.read_bytes().decode().rpartition("\n")[0].splitlines()))
+            for row in rows:
+                if tuple(row) != self.FIELDS or not all(math.isfinite(float(value or 0)) for value in row.values()):
+                    raise ValueError(f"the line {row}")
+                int(row["step"])
+        except (ValueError, TypeError, csv.Error) as error:
+            raise PrivacyError(
+                f"{self.path} is damaged ({_checks.shown(str(error))}): it is only a log, move it away and resume"
+            ) from None
+        return rows
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write a line."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,7 +52,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         content = torch.load(path, weights_only=True, map_location=device)
     except FileNotFoundError:
         raise PrivacyError(f"there is no checkpoint {path}; start without resuming") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file can raise almost anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivacyError(f"the checkpoint {path} is damaged or not ours ({reason}); restore a copy of it") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

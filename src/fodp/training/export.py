@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.ledger import Ledger
 from fodp.plan import Plan
@@ -17,14 +19,21 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     """Write the run's weights and its privacy card; returns the card."""
     folder = RunFolder(run_folder)
     saved = checkpoint.load(folder.checkpoint)
-    plan = Plan(**saved["plan"])
-    card = privacy_card(plan, _charged_steps(folder, plan, saved))
-    # Tied weights share memory, which the format refuses: each name gets its own copy.
-    weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
+    try:
+        plan = Plan(**saved["plan"])
+        _checks.whole("step", saved["step"], minimum=0)
+        card = privacy_card(plan, _charged_steps(folder, plan, saved))
+        # Tied weights share memory, which the format refuses: each name gets its own copy.
+        weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise PrivacyError(f"{folder.checkpoint} is not a run's checkpoint ({error}); restore a copy of it") from None
+    broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if broken:
+        raise PrivacyError(f"the run has diverged: {broken[0]} is not finite; train again with a lower learning rate")
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
     try:
         save_file(weights, file, metadata=metadata)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise PrivacyError(f"{file} cannot be written ({error}); name a file in a writable folder") from None
     return card
 

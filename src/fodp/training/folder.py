@@ -45,15 +45,17 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder; one that holds a run already is not overwritten."""
-        if self.config.exists():
+        try:
+            holds_a_run = self.config.exists()
+            if not holds_a_run:
+                self.path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.path).close()
+        except (OSError, ValueError) as error:  # not writable; a name too long, or with a zero byte
+            raise PrivacyError(f"{self.path} cannot be written ({_reason(error)}): choose another --out") from None
+        if holds_a_run:
             raise PrivacyError(
                 f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
-        except OSError as error:
-            raise PrivacyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from None
 
     def tidy(self) -> None:
         """Remove what a killed process had begun to write."""
@@ -76,8 +78,12 @@ class RunFolder:
             raise PrivacyError(
                 f"{self.path} holds no run (no {self.config.name}): start one without --resume"
             ) from None
-        except (OSError, json.JSONDecodeError) as error:
-            raise PrivacyError(f"{self.config} cannot be read ({error}): restore a copy of it") from None
+        except (OSError, ValueError, RecursionError) as error:  # not there to read, not text, not JSON
+            raise PrivacyError(f"{self.config} cannot be read ({_reason(error)}): restore a copy of it") from None
         if not isinstance(config, dict):
             raise PrivacyError(f"{self.config} is not a run's configuration: restore a copy of it")
         return config
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

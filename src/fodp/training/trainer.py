@@ -170,7 +170,13 @@ class Trainer:
             reason = "budget spent"
         else:
             reason = "target reached" if self.step >= self.last_step else "interrupted"
-        return Result(reason, self.step, self.plan.epsilon(steps=spent), self.plan.delta, self.lost_steps)
+        epsilon = self.plan.epsilon(steps=spent)
+        if not self.run.parameters().isfinite().all():
+            raise PrivacyError(
+                "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
+                f"scale; the epsilon spent, {epsilon:.4g}, stays spent"
+            )
+        return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps)
 
     def _end_with_the_budget(self) -> None:
         """Reserve the next step; if the ledger has none left, this was the last one."""

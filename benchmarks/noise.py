@@ -1,0 +1,119 @@
+"""What noise costs on the paper's MLP: the secure stream against PyTorch's in-place generator, one thread.
+
+    make bench-noise
+
+Whole DP-SGD steps that differ in nothing but where the noise comes from, in interleaved bursts; then the draws alone.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from step import CLASSES, EXAMPLES, INPUTS, LOT, losses, paper_mlp
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import fodp
+from fodp.exact import rounded_normals
+from fodp.noise import Streams
+
+BURST = 20
+
+
+class TorchNoise:
+    """What most libraries do: `normal_` on the output, with masks from the secure stream as before."""
+
+    def __init__(self) -> None:
+        self._masks = Streams.secure()
+
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
+        return out.normal_(0.0, std)
+
+    def words(self, count: int, step: int, name: str) -> Any:
+        return self._masks.words(count, step, name)
+
+
+def step_with(noise: Any, data: TensorDataset, method: str, steps: int, **plan: Any) -> Callable[[], None]:
+    public = dict(sampling_rate=LOT / EXAMPLES, steps=steps, lot_size=LOT, clip_norm=1.0, noise_multiplier=1.1)
+    trainer = fodp.Trainer(paper_mlp(), losses, data, fodp.Plan(**public, delta=1e-5, method=method, **plan))
+    if noise is not None:
+        trainer.run.streams = noise
+        trainer.run._sampler._streams = noise
+    return trainer._one_step
+
+
+def milliseconds(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name in random.sample(list(contenders), len(contenders)):
+            started = time.perf_counter()
+            for _ in range(BURST):
+                contenders[name]()
+            times[name].append((time.perf_counter() - started) / BURST * 1e3)
+    return times
+
+
+def report(title: str, times: dict[str, list[float]], base: str) -> dict[str, float]:
+    print(f"{title}, relative to {base} (median of paired bursts, middle 80%)")
+    found = {}
+    for name, values in times.items():
+        ratios = sorted(a / b for a, b in zip(values, times[base], strict=True))
+        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+        found[name] = statistics.median(ratios)
+        print(f"  {name:28s} {statistics.median(values):7.3f} ms   {found[name]:5.2f}  [{low:.2f}, {high:.2f}]")
+    return found
+
+
+def rounding_of_sums(data: TensorDataset) -> float:
+    """How far s(D) - s(D without its last) is from the last one's own clipped gradient, in units of C."""
+    model, worst = paper_mlp(), 0.0
+
+    def total(rows: slice) -> Tensor:
+        batch = tuple(tensor[rows] for tensor in data.tensors)
+        return fodp.clipped_sum(model, losses, batch, 1.0).double()
+
+    for count in (2, 20, 100, LOT, 255):
+        apart = total(slice(0, count)) - total(slice(0, count - 1)) - total(slice(count - 1, count))
+        worst = max(worst, float(apart.norm()))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
+    steps = BURST * (options.rounds + 2) + 1
+    results = {}
+    for method in ("dp-sgd", "fo-dp-sgd"):
+        contenders = {
+            "torch.normal_": step_with(TorchNoise(), data, method, steps),
+            "secure stream": step_with(None, data, method, steps),
+            "secure stream, exact noise": step_with(None, data, method, steps, exact_noise=True),
+        }
+        milliseconds(contenders, 1)
+        results[method] = report(f"a {method} step", milliseconds(contenders, options.rounds), "torch.normal_")
+    size = sum(p.numel() for p in paper_mlp().parameters())
+    buffer, streams, step = torch.empty(size), Streams.seeded(0), iter(range(10**9))
+    draws = {
+        "torch.normal_": lambda: buffer.normal_(0.0, 1.1),
+        "secure stream": lambda: streams.normal_(buffer, 1.1, next(step), "noise"),
+        "secure stream, exact noise": lambda: rounded_normals(size, streams, next(step), "noise"),
+    }
+    milliseconds(draws, 1)
+    results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds), "torch.normal_")
+    results["rounding"] = {"of C": rounding_of_sums(data)}
+    print(f"rounding of float32 sums when one example leaves: at most {results['rounding']['of C']:.1e} of C")
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

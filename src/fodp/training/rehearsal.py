@@ -1,0 +1,59 @@
+"""A dress rehearsal of a user's own model on made-up data, before private data is touched."""
+
+import torch
+from torch import Tensor, nn
+
+from fodp._checks import PrivacyError
+from fodp.clipping.findings import refuse_errors
+from fodp.data.cards import Card
+from fodp.models import cross_entropy, one_line, wants_flat
+
+
+def rehearse(name: str, model: nn.Module, card: Card) -> None:
+    """Run a model forwards and backwards on made-up examples and refuse it if training would break or leak.
+
+    Private data is not touched, random state and buffers are left as they were. A buffer that takes on other
+    values for other inputs would publish un-noised statistics of the data with the model.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PrivacyError(
+            f"model {name} is compiled to TorchScript, which cannot be looked into; return it uncompiled"
+        )
+    refuse_errors(model)
+    shape = (card.features,) if wants_flat(name) else card.shape
+    labels = torch.full((2,), card.classes - 1)
+    ramp = torch.linspace(-0.5, 1, 2 * card.features).reshape(2, *shape)
+    buffers = dict(model.named_buffers())
+    before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+    after, finite = [], []
+    with torch.random.fork_rng(devices=[]):
+        for images in (ramp, torch.zeros_like(ramp)):
+            torch.default_generator.manual_seed(0)  # the same dropout for both
+            try:
+                losses = cross_entropy(model, (images.clone(), labels))
+                _differentiate(losses, model)
+            except Exception as error:
+                raise PrivacyError(
+                    f"model {name} fails on a batch of shape {tuple(ramp.shape)}, float32, with labels up to "
+                    f"{card.classes - 1} ({type(error).__name__}: {one_line(error)})"
+                ) from error
+            if losses.shape != (2,):
+                raise PrivacyError(f"model {name} must return one row of {card.classes} scores for each example")
+            finite.append(bool(losses.isfinite().all()))
+            after.append({key: buffer.detach().clone() for key, buffer in buffers.items()})
+            for key, buffer in buffers.items():
+                buffer.detach().copy_(before[key])
+    if not any(finite):
+        raise PrivacyError(f"model {name} gives losses that are not finite; look at its initial weights")
+    for key in buffers:
+        if not torch.equal(*(state[key].nan_to_num() for state in after)):
+            raise PrivacyError(
+                f"model {name} writes statistics of its inputs into the buffer {key}, which no noise protects; "
+                "leave them out, or freeze that part in evaluation mode"
+            )
+
+
+def _differentiate(losses: Tensor, model: nn.Module) -> None:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if losses.requires_grad:  # if nothing depends on the parameters, the engine says so
+        torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
