@@ -1,0 +1,251 @@
+"""Every figure as plain data, drawn by matplotlib for print and by a script in the HTML report."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fodp.experiments import paper
+from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
+from fodp.experiments.comparison import REFERENCE, compare
+from fodp.experiments.results import Line, Results, panels
+from fodp.experiments.runtime_claims import relative
+from fodp.experiments.statistics import paired, summarize
+
+INK, FO_COLOUR, GREY = "ink", "#d55e00", "#8a8f98"  # ink: black on white, white on black
+ORANGE, SKY, GREEN, BLUE, PINK = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"  # Okabe and Ito
+# The main configuration has one colour everywhere, and so has DP-SGD.
+COLOURS = {
+    DP_SGD: INK, "DP-SGD": INK, "β=1": INK, "current only": INK,
+    FO: FO_COLOUR, "β=0.9": FO_COLOUR, "K=8": FO_COLOUR, "α=0.8": FO_COLOUR, "defaults": FO_COLOUR,
+    "DP-Adam": SKY, "DP-AdamW": BLUE, "DP-IS": GREEN, "DP-SAM": ORANGE, "DP-SAT": PINK, "DP-Adam-AC": GREY,
+    "β=0.95": BLUE, "β=0.8": GREEN, "β=0.65": PINK, "K=1": GREY, "K=2": SKY, "K=32": BLUE,
+    "α=0.2": SKY, "α=0.5": BLUE, "Post-FM-DP-SGD": GREEN, "uniform": SKY, "exponential": BLUE,
+}  # fmt: skip
+DASHED = ("DP-AdamW", "DP-SAT", "DP-Adam-AC", "β=0.95", "β=0.65", "K=32", "α=0.5")
+NAMES = {"svhn": "SVHN", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One series: a curve over x, or for a chart of rows one value per row name; low and high are its interval."""
+
+    label: str
+    colour: str
+    x: list[float] | list[str]
+    y: list[float]
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    dashed: bool = False
+    hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. `references` are values of x to compare with, each with a name; `rows` orders row names."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    marks: tuple[Mark, ...]
+    references: tuple[tuple[float, str], ...] = ()
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: `kind` is "lines", "dots" or "bars"; dots and bars have one row per name."""
+
+    name: str
+    title: str
+    kind: str
+    panels: tuple[Panel, ...]
+    caption: str = ""
+
+
+def draw(results: Results) -> dict[str, Chart]:
+    """All figures for which something is recorded, by file name."""
+    made = [
+        _epochs(results, "accuracy"),
+        _tradeoff(results),
+        _joint(results),
+        _epochs(results, "window"),
+        _epochs(results, "order"),
+        _insertion(results),
+        *(_clipping(results, sigma) for sigma in ("1.5", "2")),
+        _final(results),
+        _memory(results),
+        _sensitivity(results),
+        _runtime(results),
+        _fair(results),
+    ]
+    return {chart.name: chart for chart in made if any(panel.marks for panel in chart.panels)}
+
+
+def of(charts: dict[str, Chart], experiment: str) -> list[Chart]:
+    """The figures of one experiment."""
+    return [c for c in charts.values() if c.name == experiment or c.name.startswith(f"{experiment}-sigma")]
+
+
+BAND = "Lines are means over seeds, bands Student-t 95% intervals."
+
+
+def _curve(line: Line, x: Callable[[Line], list[float]]) -> Mark | None:
+    if not line.records:
+        return None
+    curves = line.curves
+    summaries = [summarize(column) for column in curves.T]
+    band = len(curves) > 1
+    return Mark(
+        line.label,
+        COLOURS.get(line.label, GREY),
+        x(line),
+        [s.mean for s in summaries],
+        [s.low for s in summaries] if band else [],
+        [s.high for s in summaries] if band else [],
+        dashed=line.label in DASHED,
+    )
+
+
+def _panel(title: str, xlabel: str, lines: Sequence[Line], x: Callable[[Line], list[float]]) -> Panel:
+    marks = (_curve(line, x) for line in lines)
+    return Panel(title, xlabel, "test accuracy", tuple(mark for mark in marks if mark is not None))
+
+
+def _by_epoch(line: Line) -> list[float]:
+    return line.epochs
+
+
+def _by_epsilon(line: Line) -> list[float]:
+    return line.epsilons
+
+
+def _epochs(results: Results, name: str) -> Chart:
+    found = panels(results.lines[name])
+    made = tuple(_panel(NAMES.get(title, title), "epoch", lines, _by_epoch) for title, lines in found.items())
+    return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND)
+
+
+def _tradeoff(results: Results) -> Chart:
+    name = "beta-tradeoff"
+    found = panels(results.lines[name])
+    made = tuple(_panel(NAMES[title], "ε spent", lines, _by_epsilon) for title, lines in found.items())
+    return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND)
+
+
+def _joint(results: Results) -> Chart:
+    name = "beta-joint"
+    lines = results.lines[name]
+    cost = tuple(
+        Mark(line.label, COLOURS[line.label], line.epochs, line.epsilons, dashed=line.label in DASHED)
+        for line in lines
+        if line.records
+    )
+    made = (_panel("CIFAR-100: utility", "epoch", lines, _by_epoch), Panel("privacy", "epoch", "ε spent", cost))
+    return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND)
+
+
+def _insertion(results: Results) -> Chart:
+    name = "insertion"
+    lines = results.lines[name]
+    made = (_panel("by ε", "ε spent", lines, _by_epsilon), _panel("by epoch", "epoch", lines, _by_epoch))
+    return Chart(name, f"CIFAR-10: {EXPERIMENTS[name].title.lower()}", "lines", made, BAND)
+
+
+def _clipping(results: Results, sigma: str) -> Chart:
+    found = {p: lines for p, lines in panels(results.lines["clipping"]).items() if p.startswith(f"σ={sigma},")}
+    made = tuple(_panel(p.split(", ")[1], "epoch", lines, _smooth_epochs) for p, lines in found.items())
+    smooth = tuple(Panel(p.title, p.xlabel, p.ylabel, tuple(_smoothed(m) for m in p.marks)) for p in made)
+    caption = "One seed; each point is the mean of five epochs."
+    return Chart(f"clipping-sigma{sigma}", f"CIFAR-10: clipping norms at σ={sigma}", "lines", smooth, caption)
+
+
+_SMOOTH = 5
+
+
+def _smooth_epochs(line: Line) -> list[float]:
+    n = len(line.epochs) // _SMOOTH * _SMOOTH
+    return [float(e) for e in np.reshape(line.epochs[:n], (-1, _SMOOTH)).mean(axis=1)]
+
+
+def _smoothed(mark: Mark) -> Mark:
+    """One seed is too noisy for eight lines in a panel: the mean of five epochs, as the caption says."""
+    y = np.reshape(mark.y[: len(mark.x) * _SMOOTH], (-1, _SMOOTH)).mean(axis=1)
+    return Mark(mark.label, mark.colour, mark.x, [float(v) for v in y], dashed=mark.dashed)
+
+
+def _final(results: Results) -> Chart:
+    lines = [line for line in results.lines["final-accuracy"] if line.records]
+    lines.sort(key=lambda line: -summarize(line.final.values()).mean)
+    ours = [summarize(line.final.values()) for line in lines]
+    labels = [line.label for line in lines]
+    theirs = [paper.FINAL[label] for label in labels]
+    marks = () if not lines else (
+        Mark("this project", BLUE, labels, [s.mean for s in ours], [s.low for s in ours], [s.high for s in ours]),
+        Mark("the paper", FO_COLOUR, labels, [t[0] for t in theirs], [t[2] for t in theirs], [t[3] for t in theirs],
+             hollow=True),
+    )  # fmt: skip
+    made = Panel("", "final test accuracy, 95% interval", "", marks, rows=tuple(labels))
+    return Chart("final-accuracy", "CIFAR-10: final accuracy, ours beside the paper's", "dots", (made,))
+
+
+def _memory(results: Results) -> Chart:
+    lines = [line for line in results.lines["memory-design"] if line.records]
+    marks = []
+    for name, field_, colour in (("final", "final_accuracy", BLUE), ("best", "best_accuracy", SKY)):
+        s = [summarize(line.values(field_).values()) for line in lines]
+        low, high = [v.mean - v.std for v in s], [v.mean + v.std for v in s]
+        marks.append(Mark(name, colour, [line.label for line in lines], [v.mean for v in s], low, high))
+    rows = tuple(line.label for line in lines)
+    made = Panel("", "test accuracy, mean ± standard deviation", "", tuple(marks) if lines else (), rows=rows)
+    return Chart("memory-design", "CIFAR-10: four designs of memory in the query", "bars", (made,))
+
+
+def _sensitivity(results: Results) -> Chart:
+    base = results.line("sensitivity", "defaults").final
+    tests = {x.label: paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
+    known = {label: d for label, d in tests.items() if d is not None}
+    values = [[100 * getattr(d, name) for d in known.values()] for name in ("mean", "low", "high")]
+    marks = (Mark("difference to the defaults", FO_COLOUR, list(known), *values),) if known else ()
+    made = Panel("", "points of final accuracy against the defaults, 95% interval", "", marks, ((0.0, ""),), tuple(known))
+    return Chart("sensitivity", "CIFAR-10: the parameters that the paper leaves open", "dots", (made,))
+
+
+def _runtime(results: Results) -> Chart:
+    labels = [label for label in METHODS if label in results.runtime]
+    ratios = [relative(results, label) for label in labels]
+    seconds = {label: results.runtime[label]["seconds"] for label in labels}
+    means = [r.mean if r else seconds[x] / seconds.get(DP_SGD, seconds[x]) for x, r in zip(labels, ratios, strict=True)]
+    low = [r.low if r else m for r, m in zip(ratios, means, strict=True)]
+    high = [r.high if r else m for r, m in zip(ratios, means, strict=True)]
+    marks = () if not labels else (
+        Mark("this project", BLUE, labels, means, low, high),
+        Mark("the paper", FO_COLOUR, labels, [paper.RELATIVE[label] for label in labels]),
+    )  # fmt: skip
+    made = Panel("", "runtime relative to DP-SGD", "", marks, ((1.0, ""),), tuple(labels))
+    return Chart(RUNTIME, "CIFAR-10: runtime of 250 epochs", "bars", (made,))
+
+
+def _fair(results: Results) -> Chart:
+    made = []
+    for setting in results.fair.protocol.settings:
+        rows = compare(results.fair, setting)
+        base = next((c.summary.mean for c in rows if c.label == "DP-SGD"), None)
+        ceiling = next((c.summary.mean for c in rows if c.verdict == REFERENCE), None)
+        known = [(c, c.difference) for c in rows if c.difference is not None]
+        marks = tuple(
+            Mark(word, colour, [c.label for c, _ in found], *([100 * getattr(d, n) for _, d in found] for n in
+                 ("mean", "low", "high")))
+            for word, colour in (("better", GREEN), ("worse", FO_COLOUR), ("equal in practice", BLUE),
+                                 ("not decidable", GREY))
+            if (found := [(c, d) for c, d in known if c.verdict == word])
+        )  # fmt: skip
+        references = [(0.0, "")]
+        if base is not None and ceiling is not None:
+            references.append((100 * (ceiling - base), "not private"))
+        title = setting.name.replace(setting.dataset, NAMES[setting.dataset])
+        title += f" (DP-SGD {base:.3f})" if base is not None else ""
+        order = tuple(c.label for c, _ in known)
+        made.append(Panel(title, "points against DP-SGD, 95% interval", "", marks, tuple(references), order))
+    caption = "Settings were chosen on train[5000:]; the accuracies are those of the 2,000 test images, never used before."
+    return Chart("fair", "Fair comparison: every method at the same (ε, δ)", "dots", tuple(made), caption)

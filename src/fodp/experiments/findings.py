@@ -1,0 +1,105 @@
+"""Sentences about the results. Each is made from recorded numbers; none is written in advance."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from fodp.experiments import fair
+from fodp.experiments.catalog import EXPERIMENTS, FO
+from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, Contender, compare
+from fodp.experiments.results import Results
+from fodp.experiments.statistics import paired
+from fodp.experiments.tables import points
+from fodp.experiments.verdicts import MARGIN, NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Verdict
+
+
+def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
+    """How much was run, and how many claims hold."""
+    counts = Counter(verdict.status for verdict in verdicts.values())
+    total = len(verdicts)
+    lines = [
+        f"Of {total} claims of the paper, {counts[REPRODUCED]} are reproduced, {counts[NOT_REPRODUCED]} are not "
+        f"reproduced, and {counts[NOT_DECIDABLE]} are not decidable from these runs."
+    ]
+    done = [results.missing(name) for name in EXPERIMENTS]
+    short = [name for name, (found, wanted) in zip(EXPERIMENTS, done, strict=True) if found < wanted]
+    lines.append(
+        f"{len(results.paper)} runs of the paper's experiments, {len(results.fair_records)} runs of the fair "
+        f"comparison and {len(results.runtime)} timed methods are recorded. "
+        + (f"Not complete: {', '.join(short)}." if short else "Every row of the paper's experiments is complete.")
+    )
+    if results.quick:
+        lines.append("**These are the short runs of `--quick`: they show that everything works, nothing else.**")
+    codes = ", ".join(f"`{code}` ({count})" for code, count in sorted(results.versions("code").items()))
+    lines.append(f"Versions of the code, with the number of records of each: {codes or 'none'}.")
+    return lines
+
+
+def practitioner(results: Results) -> list[str]:
+    """What to use, setting by setting, by the rule of the fair comparison."""
+    lines, wins = [], Counter[str]()
+    settings = [s for s in results.fair.protocol.settings if _base(compare(results.fair, s)) is not None]
+    if not settings or results.quick:
+        return ["The fair comparison is not recorded in full length here, so there is no recommendation."]
+    for setting in settings:
+        rows = compare(results.fair, setting)
+        base = _base(rows)
+        assert base is not None
+        better = [c for c in rows if c.verdict == BETTER]
+        wins.update(c.label for c in better)
+        start = f"{setting.name}: tuned DP-SGD reaches {base.summary.mean:.4f} (lr {base.params['lr']:g})"
+        if better:
+            told = ", ".join(f"{c.label} ({points(c.difference)} points)" for c in better)
+            lines.append(f"{start}. Better by the rule: {told}.")
+        else:
+            lines.append(f"{start}. No method is better by the rule; use DP-SGD with a tuned learning rate.")
+    everywhere = [label for label, count in wins.items() if count == len(settings)]
+    if everywhere:
+        lines.append(f"Better in every setting: {', '.join(everywhere)}. That is what to use on problems like these.")
+    else:
+        lines.append("No method is better than tuned DP-SGD in every setting. Tune the learning rate first.")
+    return [*lines, _memory(results, settings)]
+
+
+def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
+    """What FO-DP-SGD itself is worth."""
+    verdicts = [c.verdict for s in settings for c in compare(results.fair, s) if c.label == fair.FO]
+    told = ", ".join(f"{word} in {verdicts.count(word)}" for word in (BETTER, EQUAL, WORSE, OPEN) if word in verdicts)
+    return f"{FO} against DP-SGD at equal ε, both tuned: {told or 'not recorded'} of {len(settings)} settings."
+
+
+def _base(rows: Sequence[Contender]) -> Contender | None:
+    return next((c for c in rows if c.label == fair.DP_SGD), None)
+
+
+def fair_findings(results: Results) -> list[str]:
+    """Who is better, worse, equal or undecided in each setting, and where the grid may have been too narrow."""
+    lines = []
+    for setting in results.fair.protocol.settings:
+        rows = compare(results.fair, setting)
+        told = []
+        for word in (BETTER, EQUAL, WORSE, OPEN):
+            found = [f"{c.label} {points(c.difference)}" for c in rows if c.verdict == word]
+            told += [f"{word}: {', '.join(found)}"] if found else []
+        edge = [c.label for c in rows if c.at_edge]
+        seeds = min((c.summary.n for c in rows), default=0)
+        line = f"{setting.name}, points against DP-SGD with 95% intervals, {seeds} seeds or more: "
+        line += "; ".join(told) if told else "not recorded"
+        line += f". Best rate at the edge of its grid: {', '.join(edge)}" if edge else ""
+        lines.append(line + ".")
+    return lines
+
+
+def sensitivity(results: Results) -> list[str]:
+    """How much the parameters matter that the paper leaves open."""
+    base = results.line("sensitivity", "defaults").final
+    tests = {x.label: paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
+    known = {label: d for label, d in tests.items() if d is not None}
+    if not known:
+        return ["The runs are not recorded."]
+    inside = [label for label, d in known.items() if max(abs(d.low), abs(d.high)) <= MARGIN]
+    widest = max(known, key=lambda label: abs(known[label].mean))
+    return [
+        f"{len(inside)} of {len(known)} settings far from the defaults have a 95% interval within one percentage "
+        f"point of the defaults{': ' + ', '.join(inside) if inside else ''}.",
+        f"The largest mean difference is that of {widest}: {points(known[widest])} points.",
+    ]
