@@ -1,16 +1,16 @@
 """Every figure as plain data, drawn by matplotlib for print and by a script in the HTML report."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fodp.experiments import paper
 from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
-from fodp.experiments.comparison import REFERENCE, compare
+from fodp.experiments.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE, compare
 from fodp.experiments.results import Line, Results, panels
 from fodp.experiments.runtime_claims import relative
-from fodp.experiments.statistics import paired, summarize
+from fodp.experiments.statistics import Difference, paired, summarize
 
 INK, FO_COLOUR, GREY = "ink", "#d55e00", "#8a8f98"  # ink: black on white, white on black
 ORANGE, SKY, GREEN, BLUE, PINK = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"  # Okabe and Ito
@@ -88,6 +88,7 @@ def of(charts: dict[str, Chart], experiment: str) -> list[Chart]:
 
 
 BAND = "Lines are means over seeds, bands Student-t 95% intervals."
+_MOST_BANDS = 5  # more would hide each other
 
 
 def _curve(line: Line, x: Callable[[Line], list[float]]) -> Mark | None:
@@ -108,8 +109,10 @@ def _curve(line: Line, x: Callable[[Line], list[float]]) -> Mark | None:
 
 
 def _panel(title: str, xlabel: str, lines: Sequence[Line], x: Callable[[Line], list[float]]) -> Panel:
-    marks = (_curve(line, x) for line in lines)
-    return Panel(title, xlabel, "test accuracy", tuple(mark for mark in marks if mark is not None))
+    marks = [mark for line in lines if (mark := _curve(line, x)) is not None]
+    if len(marks) > _MOST_BANDS:
+        marks = [m if m.colour in (INK, FO_COLOUR) else replace(m, low=[], high=[]) for m in marks]
+    return Panel(title, xlabel, "test accuracy", tuple(marks))
 
 
 def _by_epoch(line: Line) -> list[float]:
@@ -123,7 +126,8 @@ def _by_epsilon(line: Line) -> list[float]:
 def _epochs(results: Results, name: str) -> Chart:
     found = panels(results.lines[name])
     made = tuple(_panel(NAMES.get(title, title), "epoch", lines, _by_epoch) for title, lines in found.items())
-    return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND)
+    few = " Only DP-SGD and FO-DP-SGD have bands." if len(made[0].marks) > _MOST_BANDS else ""
+    return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND + few)
 
 
 def _tradeoff(results: Results) -> Chart:
@@ -155,7 +159,7 @@ def _insertion(results: Results) -> Chart:
 def _clipping(results: Results, sigma: str) -> Chart:
     found = {p: lines for p, lines in panels(results.lines["clipping"]).items() if p.startswith(f"σ={sigma},")}
     made = tuple(_panel(p.split(", ")[1], "epoch", lines, _smooth_epochs) for p, lines in found.items())
-    smooth = tuple(Panel(p.title, p.xlabel, p.ylabel, tuple(_smoothed(m) for m in p.marks)) for p in made)
+    smooth = tuple(replace(p, marks=tuple(_smoothed(m) for m in p.marks)) for p in made)
     caption = "One seed; each point is the mean of five epochs."
     return Chart(f"clipping-sigma{sigma}", f"CIFAR-10: clipping norms at σ={sigma}", "lines", smooth, caption)
 
@@ -171,7 +175,7 @@ def _smooth_epochs(line: Line) -> list[float]:
 def _smoothed(mark: Mark) -> Mark:
     """One seed is too noisy for eight lines in a panel: the mean of five epochs, as the caption says."""
     y = np.reshape(mark.y[: len(mark.x) * _SMOOTH], (-1, _SMOOTH)).mean(axis=1)
-    return Mark(mark.label, mark.colour, mark.x, [float(v) for v in y], dashed=mark.dashed)
+    return replace(mark, y=[float(v) for v in y])
 
 
 def _final(results: Results) -> Chart:
@@ -203,12 +207,25 @@ def _memory(results: Results) -> Chart:
 
 def _sensitivity(results: Results) -> Chart:
     base = results.line("sensitivity", "defaults").final
-    tests = {x.label: paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
+    tests = {_greek(x.label): paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
     known = {label: d for label, d in tests.items() if d is not None}
-    values = [[100 * getattr(d, name) for d in known.values()] for name in ("mean", "low", "high")]
-    marks = (Mark("difference to the defaults", FO_COLOUR, list(known), *values),) if known else ()
-    made = Panel("", "points of final accuracy against the defaults, 95% interval", "", marks, ((0.0, ""),), tuple(known))
-    return Chart("sensitivity", "CIFAR-10: the parameters that the paper leaves open", "dots", (made,))
+    marks = (_points("difference to the defaults", FO_COLOUR, known),) if known else ()
+    made = Panel(
+        "", "points of final accuracy against the defaults, 95% interval", "", marks, ((0.0, ""),), tuple(known)
+    )
+    return Chart("sensitivity", "CIFAR-10: the parameters that the paper leaves open", "dots", (made,),
+                 "κ and ζ are multiples of the noise floor of the EMA, which is their default.")  # fmt: skip
+
+
+def _greek(label: str) -> str:
+    name, value = label.split("=")
+    letters = {"lam": "λ", "tau": "τ", "gamma": "γ", "kappa": "κ", "zeta": "ζ"}
+    return f"{letters.get(name, name)}={value.replace('x', '×')}"
+
+
+def _points(label: str, colour: str, found: Mapping[str, Difference]) -> Mark:
+    mean, low, high = ([100 * getattr(d, name) for d in found.values()] for name in ("mean", "low", "high"))
+    return Mark(label, colour, list(found), mean, low, high)
 
 
 def _runtime(results: Results) -> Chart:
@@ -233,13 +250,9 @@ def _fair(results: Results) -> Chart:
         base = next((c.summary.mean for c in rows if c.label == "DP-SGD"), None)
         ceiling = next((c.summary.mean for c in rows if c.verdict == REFERENCE), None)
         known = [(c, c.difference) for c in rows if c.difference is not None]
-        marks = tuple(
-            Mark(word, colour, [c.label for c, _ in found], *([100 * getattr(d, n) for _, d in found] for n in
-                 ("mean", "low", "high")))
-            for word, colour in (("better", GREEN), ("worse", FO_COLOUR), ("equal in practice", BLUE),
-                                 ("not decidable", GREY))
-            if (found := [(c, d) for c, d in known if c.verdict == word])
-        )  # fmt: skip
+        words = {BETTER: GREEN, WORSE: FO_COLOUR, EQUAL: BLUE, OPEN: GREY}
+        groups = {word: {c.label: d for c, d in known if c.verdict == word} for word in words}
+        marks = tuple(_points(word, words[word], found) for word, found in groups.items() if found)
         references = [(0.0, "")]
         if base is not None and ceiling is not None:
             references.append((100 * (ceiling - base), "not private"))
@@ -247,5 +260,7 @@ def _fair(results: Results) -> Chart:
         title += f" (DP-SGD {base:.3f})" if base is not None else ""
         order = tuple(c.label for c, _ in known)
         made.append(Panel(title, "points against DP-SGD, 95% interval", "", marks, tuple(references), order))
-    caption = "Settings were chosen on train[5000:]; the accuracies are those of the 2,000 test images, never used before."
+    caption = (
+        "Settings were chosen on train[5000:]; the accuracies are those of the 2,000 test images, never used before."
+    )
     return Chart("fair", "Fair comparison: every method at the same (ε, δ)", "dots", tuple(made), caption)

@@ -42,6 +42,9 @@ def _lines(chart: Chart) -> Any:
             _line(axis, mark)
         axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
         axis.margins(x=0.01)
+    for axis, panel in list(zip(axes.flat, chart.panels, strict=True))[1:]:
+        if panel.ylabel == chart.panels[0].ylabel and axis not in axes[:, 0]:
+            axis.set_ylabel("")
     _finish(figure, chart)
     return figure
 
@@ -50,7 +53,9 @@ def _line(axis: Any, mark: Mark) -> None:
     colour = _colour(mark)
     main = mark.colour in (INK, "#d55e00")
     style = (0, (4, 1.5)) if mark.dashed else "-"
-    axis.plot(mark.x, mark.y, color=colour, label=mark.label, lw=1.5 if main else 1.1, ls=style, zorder=3 if main else 2)
+    axis.plot(
+        mark.x, mark.y, color=colour, label=mark.label, lw=1.5 if main else 1.1, ls=style, zorder=3 if main else 2
+    )
     if mark.low:
         axis.fill_between(mark.x, mark.low, mark.high, color=colour, alpha=0.12, lw=0)
 
@@ -116,8 +121,8 @@ def _finish(figure: Any, chart: Chart) -> None:
         for handle, label in zip(handles, labels, strict=True):
             entries.setdefault(label, handle)
     if len(entries) > 1:
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)),
-                      frameon=False)  # fmt: skip
+        columns = len(entries) if len(entries) <= 5 else 4
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(chart.title, fontsize=10)
 
 

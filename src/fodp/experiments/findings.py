@@ -29,9 +29,17 @@ def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
     )
     if results.quick:
         lines.append("**These are the short runs of `--quick`: they show that everything works, nothing else.**")
-    codes = ", ".join(f"`{code}` ({count})" for code, count in sorted(results.versions("code").items()))
-    lines.append(f"Versions of the code, with the number of records of each: {codes or 'none'}.")
     return lines
+
+
+def environment(results: Results) -> list[str]:
+    """Which versions the records come from, and when they were made."""
+    lines = []
+    for name, words in (("code", "Versions of the code that matters"), ("torch", "PyTorch"), ("python", "Python")):
+        told = ", ".join(f"`{version}` ({count})" for version, count in sorted(results.versions(name).items()))
+        lines.append(f"{words}, with the number of records of each: {told or 'none'}.")
+    days = sorted(record["at"] for record in results.used())
+    return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
 
 
 def practitioner(results: Results) -> list[str]:
@@ -78,14 +86,16 @@ def fair_findings(results: Results) -> list[str]:
         rows = compare(results.fair, setting)
         told = []
         for word in (BETTER, EQUAL, WORSE, OPEN):
-            found = [f"{c.label} {points(c.difference)}" for c in rows if c.verdict == word]
+            found = [f"{c.label} ({points(c.difference)})" for c in rows if c.verdict == word]
             told += [f"{word}: {', '.join(found)}"] if found else []
+        if not told:
+            lines.append(f"**{setting.name}**: not recorded.")
+            continue
+        seeds = sorted({c.summary.n for c in rows})
+        line = f"**{setting.name}** (points against DP-SGD, 95% interval, {' or '.join(map(str, seeds))} seeds). "
         edge = [c.label for c in rows if c.at_edge]
-        seeds = min((c.summary.n for c in rows), default=0)
-        line = f"{setting.name}, points against DP-SGD with 95% intervals, {seeds} seeds or more: "
-        line += "; ".join(told) if told else "not recorded"
-        line += f". Best rate at the edge of its grid: {', '.join(edge)}" if edge else ""
-        lines.append(line + ".")
+        line += "; ".join(told) + "."
+        lines.append(line + (f" Best rate at the edge of its grid: {', '.join(edge)}." if edge else ""))
     return lines
 
 

@@ -6,7 +6,7 @@ from fodp.experiments import tables
 from fodp.experiments.catalog import EXPERIMENTS, RUNTIME
 from fodp.experiments.charts import Chart, of
 from fodp.experiments.claims import CLAIMS, Claim
-from fodp.experiments.findings import fair_findings, practitioner, sensitivity, summary
+from fodp.experiments.findings import environment, fair_findings, practitioner, sensitivity, summary
 from fodp.experiments.results import Results
 from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, RULES, Verdict
 
@@ -39,34 +39,40 @@ def reproduction(results: Results, verdicts: Mapping[str, Verdict], charts: dict
     for status, heading in HEADINGS.items():
         found = [claim for claim in CLAIMS if verdicts[claim.id].status == status]
         if found:
-            parts += [f"## {heading}", "", *(_bullet(claim, verdicts[claim.id]) for claim in found), ""]
+            parts += [
+                f"## {heading}",
+                "",
+                *(f"- `{c.experiment}`: “{c.words}” ({c.where}).{_number(c)}" for c in found),
+                "",
+            ]
     parts += ["## How verdicts are reached", "", *(f"- **{name}**: {rule}" for name, rule in RULES.items()), ""]
     for name in tables.names():
         parts += _experiment(results, name, verdicts, charts)
+    parts += ["## Environment of the runs", "", *(f"- {line}" for line in environment(results))]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _bullet(claim: Claim, verdict: Verdict) -> str:
-    return f"- *{claim.id}* ({claim.where}): “{claim.words}”. {_sentence(verdict.reason)}"
+def _number(claim: Claim) -> str:
+    return f" The paper's number: {claim.number}." if claim.number else ""
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    first = text[0].upper() if text[0].isascii() else text[0]  # σ stays σ
+    return first + text[1:] + ("" if text.endswith(".") else ".")
 
 
-def _experiment(
-    results: Results, name: str, verdicts: Mapping[str, Verdict], charts: dict[str, Chart]
-) -> list[str]:
+def _experiment(results: Results, name: str, verdicts: Mapping[str, Verdict], charts: dict[str, Chart]) -> list[str]:
     parts = [f"## `{name}`: {title(name)}", ""]
     if name == "fair":
-        parts += ["The rule, fixed before the runs:", "", tables.FAIR_RULE, ""]
+        parts += [tables.FAIR_RULE, ""]
         parts += [*(f"- {line}" for line in fair_findings(results)), ""]
     if name == "sensitivity":
         parts += [*(f"- {line}" for line in sensitivity(results)), ""]
     for claim in (claim for claim in CLAIMS if claim.experiment == name):
         verdict = verdicts[claim.id]
         parts += [f"**{verdict.status}**: “{claim.words}” ({claim.where}; rule: {claim.rule}). "
-                  f"{_sentence(verdict.reason)} {claim.note}".rstrip(), ""]  # fmt: skip
+                  f"{sentence(verdict.reason)} {claim.note}".rstrip(), ""]  # fmt: skip
     for chart in of(charts, name):
         parts += [f"![{chart.title}](figures/{chart.name}.png)", "", *([chart.caption, ""] if chart.caption else [])]
     return [*parts, f"All numbers: [tables/{name}.md](tables/{name}.md).", ""]

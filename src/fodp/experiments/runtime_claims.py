@@ -41,7 +41,7 @@ def comparable(results: Results) -> Verdict:
     r = relative(results, "DP-Adam-AC", FO)
     if r is None:
         return undecided("two turns of both methods are needed")
-    inside, outside = 1 / SMALL <= r.low and r.high <= SMALL, r.high < 1 / SMALL or r.low > SMALL
+    inside, outside = r.low >= 1 / SMALL and r.high <= SMALL, r.high < 1 / SMALL or r.low > SMALL
     status = REPRODUCED if inside else NOT_REPRODUCED if outside else NOT_DECIDABLE
     return Verdict(status, f"DP-Adam-AC takes {_times(r)} the time of {FO}")
 

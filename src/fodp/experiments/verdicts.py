@@ -97,15 +97,15 @@ def equal_epsilon(a: Line, b: Line, share: float = 1.0) -> Pair:
 
 def all_better(pairs: Sequence[Pair]) -> Verdict:
     """Every pair is in the claimed order, by the rule "better"."""
-    return _judge(pairs, MARGIN, _points)
+    return _judge(pairs, MARGIN, "Points of accuracy", lambda v: f"{100 * v:+.2f}")
 
 
 def all_sooner(pairs: Sequence[Pair], margin: float) -> Verdict:
     """The same for epochs: `low` of each pair holds the epochs of the one that is claimed to be slower."""
-    return _judge(pairs, margin, lambda d: f"{d.mean:+.1f} epochs [{d.low:+.1f}, {d.high:+.1f}]")
+    return _judge(pairs, margin, "Epochs saved", lambda v: f"{v:+.1f}")
 
 
-def _judge(pairs: Sequence[Pair], margin: float, show: Callable[[Difference], str]) -> Verdict:
+def _judge(pairs: Sequence[Pair], margin: float, unit: str, show: Callable[[float], str]) -> Verdict:
     tests = [paired(pair.high, pair.low) for pair in pairs]
     known = [(pair, test) for pair, test in zip(pairs, tests, strict=True) if test is not None]
     if len(known) < len(pairs):
@@ -117,15 +117,13 @@ def _judge(pairs: Sequence[Pair], margin: float, show: Callable[[Difference], st
         else:
             within = max(abs(test.low), abs(test.high)) <= margin
             status = NOT_REPRODUCED if within else NOT_DECIDABLE
-        groups[status].append(f"{pair.better} against {pair.worse} {show(test)}, p={p:.2g}")
-    words = {REPRODUCED: "holds: ", NOT_REPRODUCED: "fails: ", NOT_DECIDABLE: "open: "}
-    reason = ". ".join(words[status] + "; ".join(found) for status, found in groups.items() if found)
-    seeds = min(test.n for _, test in known)
-    return Verdict(_all([s for s, found in groups.items() for _ in found]), f"{reason} ({seeds} seeds)")
-
-
-def _points(d: Difference) -> str:
-    return f"{100 * d.mean:+.2f} points [{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
+        numbers = f"{show(test.mean)} [{show(test.low)}, {show(test.high)}], p={p:.2g}"
+        groups[status].append(f"{pair.better} over {pair.worse} {numbers}")
+    words = {REPRODUCED: "**Holds:** ", NOT_REPRODUCED: "**Fails:** ", NOT_DECIDABLE: "**Open:** "}
+    told = " ".join(words[status] + "; ".join(found) + "." for status, found in groups.items() if found)
+    seeds = " or ".join(str(n) for n in sorted({test.n for _, test in known}))
+    status = _all([s for s, found in groups.items() for _ in found])
+    return Verdict(status, f"{unit}, 95% interval, {seeds} seeds. {told}")
 
 
 def _all(statuses: Sequence[str]) -> str:
