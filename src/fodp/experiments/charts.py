@@ -7,10 +7,10 @@ import numpy as np
 
 from fodp.experiments import paper
 from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
-from fodp.experiments.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE, compare
+from fodp.experiments.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE
 from fodp.experiments.results import Line, Results, panels
 from fodp.experiments.runtime_claims import relative
-from fodp.experiments.statistics import Difference, paired, summarize
+from fodp.experiments.statistics import Difference, band, paired, summarize
 
 INK, FO_COLOUR, GREY = "ink", "#d55e00", "#8a8f98"  # ink: black on white, white on black
 ORANGE, SKY, GREEN, BLUE, PINK = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"  # Okabe and Ito
@@ -94,18 +94,12 @@ _MOST_BANDS = 5  # more would hide each other
 def _curve(line: Line, x: Callable[[Line], list[float]]) -> Mark | None:
     if not line.records:
         return None
-    curves = line.curves
-    summaries = [summarize(column) for column in curves.T]
-    band = len(curves) > 1
-    return Mark(
-        line.label,
-        COLOURS.get(line.label, GREY),
-        x(line),
-        [s.mean for s in summaries],
-        [s.low for s in summaries] if band else [],
-        [s.high for s in summaries] if band else [],
-        dashed=line.label in DASHED,
-    )
+    label, curves, dashed = line.label, line.curves, line.label in DASHED
+    if len(curves) == 1:
+        return Mark(label, COLOURS.get(label, GREY), x(line), curves[0].tolist(), dashed=dashed)
+    mean, half = band(curves)
+    low, high = (mean - half).tolist(), (mean + half).tolist()
+    return Mark(label, COLOURS.get(label, GREY), x(line), mean.tolist(), low, high, dashed)
 
 
 def _panel(title: str, xlabel: str, lines: Sequence[Line], x: Callable[[Line], list[float]]) -> Panel:
@@ -246,7 +240,7 @@ def _runtime(results: Results) -> Chart:
 def _fair(results: Results) -> Chart:
     made = []
     for setting in results.fair.protocol.settings:
-        rows = compare(results.fair, setting)
+        rows = results.contenders[setting.name]
         base = next((c.summary.mean for c in rows if c.label == "DP-SGD"), None)
         ceiling = next((c.summary.mean for c in rows if c.verdict == REFERENCE), None)
         known = [(c, c.difference) for c in rows if c.difference is not None]

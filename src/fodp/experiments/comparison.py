@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fodp.experiments.fair import CEILING, DP_SGD, Comparison, Setting
-from fodp.experiments.statistics import LEVEL, Difference, Summary, holm, paired, summarize
-from fodp.experiments.verdicts import MARGIN
+from fodp.experiments.statistics import LEVEL, MARGIN, Difference, Summary, holm, paired, summarize
 
 BETTER, WORSE, EQUAL, OPEN = "better", "worse", "equal in practice", "not decidable"
 BASE, REFERENCE = "baseline", "not private"

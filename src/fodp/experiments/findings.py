@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fodp.experiments import fair
-from fodp.experiments.catalog import EXPERIMENTS, FO
-from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, Contender, compare
+from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO
+from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, Contender
 from fodp.experiments.results import Results
-from fodp.experiments.statistics import paired
+from fodp.experiments.statistics import MARGIN, paired, summarize
 from fodp.experiments.tables import points
-from fodp.experiments.verdicts import MARGIN, NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Verdict
+from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Verdict
 
 
 def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
@@ -45,11 +45,11 @@ def environment(results: Results) -> list[str]:
 def practitioner(results: Results) -> list[str]:
     """What to use, setting by setting, by the rule of the fair comparison."""
     lines, wins = [], Counter[str]()
-    settings = [s for s in results.fair.protocol.settings if _base(compare(results.fair, s)) is not None]
+    settings = [s for s in results.fair.protocol.settings if _base(results.contenders[s.name]) is not None]
     if not settings or results.quick:
         return ["The fair comparison is not recorded in full length here, so there is no recommendation."]
     for setting in settings:
-        rows = compare(results.fair, setting)
+        rows = results.contenders[setting.name]
         base = _base(rows)
         assert base is not None
         better = [c for c in rows if c.verdict == BETTER]
@@ -65,14 +65,27 @@ def practitioner(results: Results) -> list[str]:
         lines.append(f"Better in every setting: {', '.join(everywhere)}. That is what to use on problems like these.")
     else:
         lines.append("No method is better than tuned DP-SGD in every setting. Tune the learning rate first.")
-    return [*lines, _memory(results, settings)]
+    return [*lines, _memory(results, settings), *_rate(results)]
 
 
 def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
     """What FO-DP-SGD itself is worth."""
-    verdicts = [c.verdict for s in settings for c in compare(results.fair, s) if c.label == fair.FO]
+    verdicts = [c.verdict for s in settings for c in results.contenders[s.name] if c.label == fair.FO]
     told = ", ".join(f"{word} in {verdicts.count(word)}" for word in (BETTER, EQUAL, WORSE, OPEN) if word in verdicts)
     return f"{FO} against DP-SGD at equal ε, both tuned: {told or 'not recorded'} of {len(settings)} settings."
+
+
+def _rate(results: Results) -> list[str]:
+    """What the learning rate alone is worth: the paper's row beside the tuned one of the same method."""
+    line = results.line("final-accuracy", DP_SGD)
+    tuned = [(s, c) for s in results.fair.protocol.settings if (c := _base(results.contenders[s.name])) is not None]
+    return [
+        f"The learning rate: DP-SGD as in the paper (lr 0.8, ε={line.epsilon:.1f}, {line.spec.steps} steps) reaches "
+        f"{summarize(line.final.values()).mean:.4f} on CIFAR-10; tuned (lr {c.params['lr']:g}, ε={s.epsilon:g}, "
+        f"{results.fair.protocol.steps} steps) it reaches {c.summary.mean:.4f}."
+        for s, c in tuned
+        if s.dataset == "cifar10" and line.epsilon is not None
+    ]
 
 
 def _base(rows: Sequence[Contender]) -> Contender | None:
@@ -83,16 +96,17 @@ def fair_findings(results: Results) -> list[str]:
     """Who is better, worse, equal or undecided in each setting, and where the grid may have been too narrow."""
     lines = []
     for setting in results.fair.protocol.settings:
-        rows = compare(results.fair, setting)
+        rows = results.contenders[setting.name]
         told = []
         for word in (BETTER, EQUAL, WORSE, OPEN):
-            found = [f"{c.label} ({points(c.difference)})" for c in rows if c.verdict == word]
+            group = [c for c in rows if c.verdict == word]
+            found = [f"{c.label} ({points(c.difference)})" if word == BETTER else c.label for c in group]
             told += [f"{word}: {', '.join(found)}"] if found else []
         if not told:
             lines.append(f"**{setting.name}**: not recorded.")
             continue
         seeds = sorted({c.summary.n for c in rows})
-        line = f"**{setting.name}** (points against DP-SGD, 95% interval, {' or '.join(map(str, seeds))} seeds). "
+        line = f"**{setting.name}**, against DP-SGD, {' or '.join(map(str, seeds))} seeds: "
         edge = [c.label for c in rows if c.at_edge]
         line += "; ".join(told) + "."
         lines.append(line + (f" Best rate at the edge of its grid: {', '.join(edge)}." if edge else ""))

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from fodp.experiments import fair, paper
 from fodp.experiments.catalog import DP_SGD, FO
 from fodp.experiments.results import Line, Results, panels
-from fodp.experiments.statistics import summarize
+from fodp.experiments.statistics import MARGIN, summarize
 from fodp.experiments.verdicts import (
-    MARGIN,
     NOT_DECIDABLE,
     NOT_REPRODUCED,
     REPRODUCED,

@@ -17,6 +17,9 @@ HEADINGS = {
 }
 
 
+WORDS = {REPRODUCED: "holds", NOT_REPRODUCED: "fails", NOT_DECIDABLE: "open"}  # of one comparison
+
+
 def title(name: str) -> str:
     """What an experiment is called."""
     extra = {RUNTIME: "Runtime, 250 epochs", "fair": "The fair comparison: every method at the same ε, tuned alike"}
@@ -71,8 +74,10 @@ def _experiment(results: Results, name: str, verdicts: Mapping[str, Verdict], ch
         parts += [*(f"- {line}" for line in sensitivity(results)), ""]
     for claim in (claim for claim in CLAIMS if claim.experiment == name):
         verdict = verdicts[claim.id]
-        parts += [f"**{verdict.status}**: “{claim.words}” ({claim.where}; rule: {claim.rule}). "
-                  f"{sentence(verdict.reason)} {claim.note}".rstrip(), ""]  # fmt: skip
+        parts.append(f"- **{verdict.status}**: “{claim.words}” ({claim.where}; rule: {claim.rule}). "
+                     f"{sentence(verdict.reason)} {claim.note}".rstrip())  # fmt: skip
+        parts += [f"  - {WORDS[status]}: {told}." for status, told in verdict.evidence]
+    parts.append("")
     for chart in of(charts, name):
         parts += [f"![{chart.title}](figures/{chart.name}.png)", "", *([chart.caption, ""] if chart.caption else [])]
     return [*parts, f"All numbers: [tables/{name}.md](tables/{name}.md).", ""]

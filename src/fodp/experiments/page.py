@@ -12,7 +12,7 @@ from fodp.experiments.catalog import FO, METHODS
 from fodp.experiments.charts import FO_COLOUR, INK, Chart, Mark, of
 from fodp.experiments.claims import CLAIMS, Claim
 from fodp.experiments.findings import environment, fair_findings, practitioner, sensitivity, summary
-from fodp.experiments.markdown import sentence, title
+from fodp.experiments.markdown import WORDS, sentence, title
 from fodp.experiments.results import Record, Results
 from fodp.experiments.spec import RunSpec
 from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, RULES, Verdict
@@ -112,8 +112,13 @@ def _claim(claim: Claim, verdict: Verdict) -> str:
     return (
         f'<article class="claim {_CLASSES[verdict.status]}">{_badge(verdict.status)} '
         f'<span class="dim">{escape(claim.where)}{number} · rule: {claim.rule}</span>'
-        f"<q>{escape(claim.words)}</q><p>{_text(sentence(verdict.reason))}</p>{note}</article>"
+        f"<q>{escape(claim.words)}</q><p>{_text(sentence(verdict.reason))}</p>{_evidence(verdict)}{note}</article>"
     )
+
+
+def _evidence(verdict: Verdict) -> str:
+    lines = "".join(f'<li class="{_CLASSES[s]}"><b>{WORDS[s]}</b> {escape(told)}</li>' for s, told in verdict.evidence)
+    return f'<ul class="evidence">{lines}</ul>' if lines else ""
 
 
 def _table(table: tables.Table) -> str:

@@ -8,9 +8,9 @@ from fodp.experiments.claims import judge_all
 from fodp.experiments.results import Results
 
 
-def texts(results: Results) -> dict[str, str]:
+def texts(results: Results, drawn: dict[str, charts.Chart]) -> dict[str, str]:
     """Every generated text file by its path in the folder of results: a function of the records alone."""
-    verdicts, drawn = judge_all(results), charts.draw(results)
+    verdicts = judge_all(results)
     files = {"REPRODUCTION.md": markdown.reproduction(results, verdicts, drawn)}
     for name in tables.names():
         parts = [f"# `{name}`", "", *(table.markdown() for table in tables.of(results, name))]
@@ -22,11 +22,11 @@ def texts(results: Results) -> dict[str, str]:
 def write(folder: str | Path) -> dict[str, Any]:
     """Generate everything into the folder that holds the records; nothing is trained."""
     results = Results(folder)
-    files = texts(results)
+    drawn = charts.draw(results)
+    files = texts(results, drawn)
     for name, text in files.items():
         path = results.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    drawn = charts.draw(results)
     figures.save(drawn.values(), results.folder / "figures")
     return {"files": sorted(files), "figures": sorted(drawn), "report": str(results.folder / "report.html")}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fodp import accounting
 from fodp.experiments import challengers, fair
 from fodp.experiments.catalog import EXPERIMENTS, Experiment, quick
+from fodp.experiments.comparison import Contender, compare
 from fodp.experiments.records import Records
 from fodp.experiments.spec import RunSpec
 
@@ -138,6 +139,11 @@ class Results:
             records = {seed: self.paper.get(spec.with_(seed=seed).key) for seed in range(experiment.seeds)}
             found.append(Line(row.panel, row.label, spec, {s: r for s, r in records.items() if r is not None}))
         return found
+
+    @cached_property
+    def contenders(self) -> dict[str, list[Contender]]:
+        """The rows of the fair comparison, judged, by the name of the setting."""
+        return {setting.name: compare(self.fair, setting) for setting in self.fair.protocol.settings}
 
     def line(self, experiment: str, label: str, panel: str | None = None) -> Line:
         """One row by its name."""

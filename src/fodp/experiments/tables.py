@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fodp.experiments import fair, paper
 from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, METHODS, RUNTIME
-from fodp.experiments.comparison import compare
 from fodp.experiments.results import Line, Results
 from fodp.experiments.runtime_claims import relative
 from fodp.experiments.statistics import Difference, Summary, holm, paired, summarize
@@ -139,7 +138,7 @@ def _fair(results: Results) -> list[Table]:
     tables = []
     for setting in results.fair.protocol.settings:
         rows = []
-        for c in compare(results.fair, setting):
+        for c in results.contenders[setting.name]:
             chosen = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in c.params.items())
             edge = " (edge of the grid)" if c.at_edge else ""
             p = NONE if c.p is None else f"{c.p:.2g}"

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fodp.experiments.results import BySeed, Line
-from fodp.experiments.statistics import LEVEL, Difference, difference, holm, paired, summarize
+from fodp.experiments.statistics import LEVEL, MARGIN, Difference, difference, holm, paired, summarize
 
 REPRODUCED, NOT_REPRODUCED, NOT_DECIDABLE = "reproduced", "not reproduced", "not decidable"
-MARGIN = 0.01  # accuracy: one percentage point is equal in practice
 
 RULES = {
     "better": (
@@ -39,10 +38,11 @@ RULES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the records say about a claim, and why, in one sentence."""
+    """What the records say about a claim, why in one sentence, and each comparison behind it with its own status."""
 
     status: str
     reason: str
+    evidence: tuple[tuple[str, str], ...] = ()
 
 
 def undecided(why: str) -> Verdict:
@@ -97,36 +97,44 @@ def equal_epsilon(a: Line, b: Line, share: float = 1.0) -> Pair:
 
 def all_better(pairs: Sequence[Pair]) -> Verdict:
     """Every pair is in the claimed order, by the rule "better"."""
-    return _judge(pairs, MARGIN, "Points of accuracy", lambda v: f"{100 * v:+.2f}")
+    return _judge(pairs, MARGIN, "points", lambda v: f"{100 * v:+.2f}")
 
 
 def all_sooner(pairs: Sequence[Pair], margin: float) -> Verdict:
     """The same for epochs: `low` of each pair holds the epochs of the one that is claimed to be slower."""
-    return _judge(pairs, margin, "Epochs saved", lambda v: f"{v:+.1f}")
+    return _judge(pairs, margin, "epochs saved", lambda v: f"{v:+.1f}")
 
 
 def _judge(pairs: Sequence[Pair], margin: float, unit: str, show: Callable[[float], str]) -> Verdict:
     tests = [paired(pair.high, pair.low) for pair in pairs]
-    known = [(pair, test) for pair, test in zip(pairs, tests, strict=True) if test is not None]
+    known = [test for test in tests if test is not None]
     if len(known) < len(pairs):
         return undecided(f"{len(pairs) - len(known)} of {len(pairs)} comparisons lack two common seeds")
-    groups: dict[str, list[str]] = {REPRODUCED: [], NOT_REPRODUCED: [], NOT_DECIDABLE: []}
-    for (pair, test), p in zip(known, holm([test.p for _, test in known]), strict=True):
-        if p < LEVEL:
-            status = REPRODUCED if test.mean > 0 else NOT_REPRODUCED
-        else:
-            within = max(abs(test.low), abs(test.high)) <= margin
-            status = NOT_REPRODUCED if within else NOT_DECIDABLE
-        numbers = f"{show(test.mean)} [{show(test.low)}, {show(test.high)}], p={p:.2g}"
-        groups[status].append(f"{pair.better} over {pair.worse} {numbers}")
-    words = {REPRODUCED: "**Holds:** ", NOT_REPRODUCED: "**Fails:** ", NOT_DECIDABLE: "**Open:** "}
-    told = " ".join(words[status] + "; ".join(found) + "." for status, found in groups.items() if found)
-    seeds = " or ".join(str(n) for n in sorted({test.n for _, test in known}))
-    status = _all([s for s, found in groups.items() for _ in found])
-    return Verdict(status, f"{unit}, 95% interval, {seeds} seeds. {told}")
+    evidence = []
+    for pair, test, p in zip(pairs, known, holm([test.p for test in known]), strict=True):
+        numbers = f"{show(test.mean)} [{show(test.low)}, {show(test.high)}] {unit}, p={p:.2g}"
+        evidence.append((_order(test, p, margin), f"{pair.better} over {pair.worse}: {numbers}"))
+    seeds = " or ".join(str(n) for n in sorted({test.n for test in known}))
+    statuses = [status for status, _ in evidence]
+    if len(evidence) == 1:
+        return Verdict(statuses[0], f"{evidence[0][1]}, {seeds} seeds")
+    holding, failing, open_ = (statuses.count(s) for s in (REPRODUCED, NOT_REPRODUCED, NOT_DECIDABLE))
+    reason = f"of {len(pairs)} comparisons {holding} hold, {failing} fail and {open_} are open, {seeds} seeds"
+    return Verdict(_all(statuses), reason, tuple(sorted(evidence, key=lambda e: _ORDER.index(e[0]))))
+
+
+def _order(test: Difference, p: float, margin: float) -> str:
+    """Does one claimed order hold?"""
+    if p < LEVEL:
+        return REPRODUCED if test.mean > 0 else NOT_REPRODUCED
+    return NOT_REPRODUCED if max(abs(test.low), abs(test.high)) <= margin else NOT_DECIDABLE
+
+
+_ORDER = (REPRODUCED, NOT_REPRODUCED, NOT_DECIDABLE)
 
 
 def _all(statuses: Sequence[str]) -> str:
+    """Of a claim that needs all of these to hold."""
     if NOT_REPRODUCED in statuses:
         return NOT_REPRODUCED
     return NOT_DECIDABLE if NOT_DECIDABLE in statuses or not statuses else REPRODUCED
@@ -134,14 +142,19 @@ def _all(statuses: Sequence[str]) -> str:
 
 def overlaps(lines: Sequence[tuple[Line, tuple[float, float, float, float]]]) -> Verdict:
     """Our interval of the final accuracy meets the paper's, for every row."""
-    told, statuses = [], []
+    evidence = []
     for line, (mean, _, low, high) in lines:
         s = summarize(line.final.values())
         if s.n < 2:
             return undecided(f"{line.label} has {s.n} runs; an interval needs two")
-        statuses.append(REPRODUCED if s.low <= high and low <= s.high else NOT_REPRODUCED)
-        told.append(f"{line.label} {s.mean:.4f} [{s.low:.4f}, {s.high:.4f}], paper {mean:.4f} [{low:.4f}, {high:.4f}]")
-    return Verdict(_all(statuses), "; ".join(told))
+        status = REPRODUCED if s.low <= high and low <= s.high else NOT_REPRODUCED
+        ours = f"{line.label} {s.mean:.4f} ± {s.std:.4f}, 95% interval [{s.low:.4f}, {s.high:.4f}]"
+        evidence.append((status, f"{ours}; paper {mean:.4f}, [{low:.4f}, {high:.4f}]"))
+    if len(evidence) == 1:
+        return Verdict(*evidence[0])
+    statuses = [status for status, _ in evidence]
+    reason = f"{statuses.count(REPRODUCED)} of {len(lines)} intervals meet the paper's"
+    return Verdict(_all(statuses), reason, tuple(evidence))
 
 
 def mean_inside(line: Line, low: float, high: float) -> Verdict:
@@ -164,20 +177,21 @@ def mean_inside(line: Line, low: float, high: float) -> Verdict:
 
 def first_everywhere(panels: dict[str, list[Line]], label: str) -> Verdict:
     """One seed per panel: the named row has the highest score in each, by the rule "one seed"."""
-    ahead, told = [], []
+    evidence = []
     for name, lines in panels.items():
         if not all(line.records for line in lines):
             return undecided(f"panel {name} is not complete")
         scores = {line.label: summarize(line.late.values()).mean for line in lines}
         rival = max((other for other in scores if other != label), key=lambda other: scores[other])
-        ahead.append(scores[label] - scores[rival])
-        told.append(f"{name}: {label} {scores[label]:.4f}, best other {rival} {scores[rival]:.4f}")
-    status = NOT_DECIDABLE
-    if all(gap > 0 for gap in ahead):
-        status = REPRODUCED
-    elif any(gap < -MARGIN for gap in ahead):
-        status = NOT_REPRODUCED
-    return Verdict(status, "; ".join(told))
+        gap = scores[label] - scores[rival]
+        status = REPRODUCED if gap > 0 else NOT_REPRODUCED if gap < -MARGIN else NOT_DECIDABLE
+        told = f"{name}: {label} {scores[label]:.4f}, best other {rival} {scores[rival]:.4f}"
+        evidence.append((status, told))
+    statuses = [status for status, _ in evidence]
+    first = statuses.count(REPRODUCED)
+    behind = statuses.count(NOT_REPRODUCED)
+    reason = f"{label} is first in {first} of {len(evidence)} panels and behind by more than a point in {behind}"
+    return Verdict(_all(statuses), reason, tuple(evidence))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Difference | None:

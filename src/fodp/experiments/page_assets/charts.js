@@ -32,8 +32,9 @@ function ticks(low, high, count) {
 }
 
 const scale = (low, high, from, to) => v => from + ((v - low) / (high - low || 1)) * (to - from);
-const show = v => (Math.abs(v) < 1 ? v.toFixed(4) : v.toFixed(2));
-const range = (low, high) => (low === undefined ? "" : ` [${show(low)}, ${show(high)}]`);
+// Accuracies with four digits, all else with two.
+const shower = values => { const digits = Math.max(...values.map(Math.abs)) < 0.9 ? 4 : 2; return v => v.toFixed(digits); };
+const range = (show, low, high) => (low === undefined ? "" : ` [${show(low)}, ${show(high)}]`);
 
 function say(event, title, entries) {
   tip.replaceChildren();
@@ -65,14 +66,14 @@ function drawLines(holder, panel, marks) {
   const xs = marks.flatMap(m => [m.x[0], m.x[m.x.length - 1]]);
   const ys = marks.flatMap(m => m.y.concat(m.low, m.high));
   if (!marks.length) { svg(root, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing selected"); return; }
-  const pad = (Math.max(...ys) - Math.min(...ys)) * 0.04 || 0.01;
+  const pad = (Math.max(...ys) - Math.min(...ys)) * 0.04 || 0.01, show = shower(ys);
   const x = scale(Math.min(...xs), Math.max(...xs), left, right);
   const low = Math.min(...ys) - pad, high = Math.max(...ys) + pad, y = scale(low, high, bottom, top);
   for (const [v, text] of ticks(low, high, 5)) {
     svg(root, "line", { class: "grid", x1: left, x2: right, y1: y(v), y2: y(v) });
     svg(root, "text", { x: left - 6, y: y(v) + 4, "text-anchor": "end" }, text);
   }
-  for (const [v, text] of ticks(Math.min(...xs), Math.max(...xs), width / 75))
+  for (const [v, text] of ticks(Math.min(...xs), Math.max(...xs), width / 60))
     svg(root, "text", { x: x(v), y: bottom + 16, "text-anchor": "middle" }, text);
   svg(root, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
   svg(root, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, panel.xlabel);
@@ -95,7 +96,7 @@ function drawLines(holder, panel, marks) {
     const found = marks.filter(m => value >= m.x[0] - 1e-9 && value <= m.x[m.x.length - 1] + 1e-9).map(m => {
       let i = m.x.findIndex(v => v >= value);
       if (i > 0 && value - m.x[i - 1] < m.x[i] - value) i -= 1;
-      return [m.label, m.colour, show(m.y[i]) + range(m.low[i], m.high[i]), m.y[i]];
+      return [m.label, m.colour, show(m.y[i]) + range(show, m.low[i], m.high[i]), m.y[i]];
     });
     say(event, `${panel.xlabel} ${value.toFixed(1)}`, found.sort((a, b) => b[3] - a[3]));
   });
@@ -109,7 +110,7 @@ function drawRows(holder, panel, marks, kind, all) {
   const left = Math.min(width * 0.45, 12 + 6.4 * Math.max(...panel.rows.map(r => r.length))), right = width - 44;
   const root = frame(holder, width, height, `${panel.title} ${panel.xlabel}`);
   const values = all.flatMap(m => m.y.concat(m.low, m.high)).concat(panel.references.map(r => r[0]), kind === "bars" ? [0] : []);
-  const pad = (Math.max(...values) - Math.min(...values)) * 0.05 || 0.01;
+  const pad = (Math.max(...values) - Math.min(...values)) * 0.05 || 0.01, show = shower(values);
   const low = kind === "bars" ? 0 : Math.min(...values) - pad, high = Math.max(...values) + pad, x = scale(low, high, left, right);
   for (const [v, text] of ticks(low, high, (right - left) / 65)) {
     svg(root, "line", { class: "grid", x1: x(v), x2: x(v), y1: top, y2: bottom });
@@ -141,7 +142,7 @@ function drawRows(holder, panel, marks, kind, all) {
     hit.addEventListener("pointermove", event => {
       const found = marks.filter(m => m.x.includes(row)).map(m => {
         const k = m.x.indexOf(row);
-        return [m.label, m.colour, show(m.y[k]) + range(m.low[k], m.high[k])];
+        return [m.label, m.colour, show(m.y[k]) + range(show, m.low[k], m.high[k])];
       });
       say(event, row, found);
     });
@@ -152,7 +153,7 @@ function drawRows(holder, panel, marks, kind, all) {
 function drawChart(figure, chart) {
   const hidden = new Set();
   const legend = html(figure, "div", { class: "legend" });
-  const grid = html(figure, "div", { class: "panels" });
+  const grid = html(figure, "div", { class: chart.panels.length === 4 ? "panels four" : "panels" });
   const holders = chart.panels.map(panel => {
     const box = html(grid, "div", { class: "panel" });
     if (panel.title) html(box, "h4", {}, panel.title);
