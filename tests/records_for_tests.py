@@ -1,7 +1,5 @@
 """Made-up records in the format of real ones, for tests of what reads them."""
 
-import functools
-
 import numpy as np
 
 from fodp.experiments import challengers, fair
@@ -10,20 +8,14 @@ from fodp.experiments.records import Records
 from fodp.experiments.spec import NON_PRIVATE, RunSpec
 
 
-@functools.cache
-def _epsilon(method, params, noise):
-    return RunSpec(dataset="cifar10", method=method, params=dict(params), noise_multiplier=noise).plan().epsilon()
-
-
 def record(spec, top, rng, code="made-up"):
     """A run that rises to about `top`."""
-    steps = list(range(spec.score_every, spec.steps + 1, spec.score_every))
+    steps = list(range(spec.score_every, spec.steps + 1, spec.score_every)) or [spec.steps]
     share = np.arange(1, len(steps) + 1) / len(steps)
     curve = 0.1 + (top - 0.1) * (1 - np.exp(-6 * share)) + rng.normal(0, 0.004, len(steps))
     epsilon = spec.target_epsilon
     if epsilon is None and spec.method != NON_PRIVATE:
-        epsilon = _epsilon(spec.method, tuple(p for p in spec.params.items() if p[0] in ("beta",)),
-                           spec.noise_multiplier)  # fmt: skip
+        epsilon = 24.0 * spec.params.get("beta", 1.0) / spec.noise_multiplier
     accuracy = [round(float(a), 4) for a in curve]
     return {
         "key": spec.key, "code": code, "run": spec.to_dict(), "algorithm": spec.method, "seed": spec.seed,
@@ -47,10 +39,11 @@ def write_paper(folder, tops, seeds=5, only=None, spread=0.01):
     _write(records, lines)
 
 
-def write_fair(folder, tops, protocol=fair.FULL):
-    """Records of the whole fair comparison."""
+def write_fair(folder, tops, only=None, protocol=fair.FULL):
+    """Records of the fair comparison, or of some of its rows."""
     records, rng = Records(folder / "fair.jsonl"), np.random.default_rng(1)
-    comparison = fair.Comparison(challengers.rows(folder), records, protocol)
+    rows = [row for row in challengers.rows(folder) if only is None or row.label in only]
+    comparison = fair.Comparison(rows, records, protocol)
     lines = []
     for _, specs in comparison.rounds():
         for spec in specs:

@@ -28,7 +28,7 @@ TABLE = "Table final accuracy"
 _TRADEOFF_WORDS = {
     "svhn": "all fractional-memory variants outperform the β=1.00 baseline in the privacy-utility plane",
     "cifar10": "the fractional configurations achieve high accuracy at substantially smaller privacy budgets",
-    "cifar100": "the β=1.00 curve remains far below the other variants",
+    "cifar100": "The β=1.00 curve remains far below the other variants",
 }
 
 CLAIMS: tuple[Claim, ...] = (

@@ -118,7 +118,9 @@ def _claim(claim: Claim, verdict: Verdict) -> str:
 
 def _evidence(verdict: Verdict) -> str:
     lines = "".join(f'<li class="{_CLASSES[s]}"><b>{WORDS[s]}</b> {escape(told)}</li>' for s, told in verdict.evidence)
-    return f'<ul class="evidence">{lines}</ul>' if lines else ""
+    if len(verdict.evidence) < 4:
+        return f'<ul class="evidence">{lines}</ul>' if lines else ""
+    return f'<details><summary>{len(verdict.evidence)} rows</summary><ul class="evidence">{lines}</ul></details>'
 
 
 def _table(table: tables.Table) -> str:

@@ -113,10 +113,9 @@ class Results:
         self.runtime = {r["label"]: r for r in Records(self.folder / "runtime.jsonl")}
         self.quick = not self._any(lambda spec: spec) and self._any(quick)
         self.fair = fair.Comparison(challengers.rows(self.folder), self.fair_records)
-        if self.fair_records and not any(self._finals(self.fair)):
-            as_quick = fair.Comparison(challengers.rows(self.folder), self.fair_records, fair.QUICK)
-            if any(self._finals(as_quick)):
-                self.fair, self.quick = as_quick, True
+        as_quick = fair.Comparison(challengers.rows(self.folder), self.fair_records, fair.QUICK)
+        if (self.quick or not self.paper) and any(self._finals(as_quick)):
+            self.fair, self.quick = as_quick, True
 
     def _any(self, change: Callable[[RunSpec], RunSpec]) -> bool:
         return any(self.paper.get(change(spec).key) for e in EXPERIMENTS.values() for spec in e.runs(1))
