@@ -120,7 +120,7 @@ def _by_epsilon(line: Line) -> list[float]:
 def _epochs(results: Results, name: str) -> Chart:
     found = panels(results.lines[name])
     made = tuple(_panel(NAMES.get(title, title), "epoch", lines, _by_epoch) for title, lines in found.items())
-    few = " Only DP-SGD and FO-DP-SGD have bands." if len(made[0].marks) > _MOST_BANDS else ""
+    few = " Only DP-SGD and FO-DP-SGD have bands." if len(found["cifar10"]) > _MOST_BANDS else ""
     return Chart(name, EXPERIMENTS[name].title, "lines", made, BAND + few)
 
 

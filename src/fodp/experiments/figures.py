@@ -26,6 +26,7 @@ def save(charts: Iterable[Chart], folder: Path) -> None:
         with plt.rc_context(_STYLE):  # type: ignore[arg-type]
             figure = _lines(chart) if chart.kind == "lines" else _rows(chart)
             figure.savefig(folder / f"{chart.name}.png", dpi=200, metadata={"Software": None})
+            figure.set_layout_engine("none")  # it is laid out already
             figure.savefig(folder / f"{chart.name}.svg", metadata={"Date": None, "Creator": None})
             plt.close(figure)
 
