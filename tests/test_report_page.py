@@ -34,7 +34,7 @@ def test_the_page_lives(page, tmp_path, width, dark):
         figures = browser.evaluate("document.querySelectorAll('figure[data-chart]').length")
         drawn = browser.evaluate(
             "[...document.querySelectorAll('figure[data-chart] .panel svg')].filter(s => s.querySelectorAll("
-            "'.mark path.stroke, .mark .dot, .mark .bar').length && s.getBoundingClientRect().height > 100).length"
+            "'.mark path.stroke, .mark .dot, .mark .bar').length && s.getBoundingClientRect().height > 60).length"
         )
         panels = browser.evaluate("document.querySelectorAll('figure[data-chart] .panel').length")
         assert figures >= 7

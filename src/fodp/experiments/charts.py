@@ -79,7 +79,8 @@ def draw(results: Results) -> dict[str, Chart]:
         _runtime(results),
         _fair(results),
     ]
-    return {chart.name: chart for chart in made if any(panel.marks for panel in chart.panels)}
+    filled = (replace(chart, panels=tuple(panel for panel in chart.panels if panel.marks)) for chart in made)
+    return {chart.name: chart for chart in filled if chart.panels}
 
 
 def of(charts: dict[str, Chart], experiment: str) -> list[Chart]:
