@@ -256,6 +256,16 @@ class TestFiles:
         assert len(data["rows"]["rows"]) == len(results.paper) + len(results.fair_records)
         assert len(page) < 3_000_000
 
+    def test_one_seed_is_enough_for_a_page(self, tmp_path):
+        write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("final-accuracy", "memory-design"))
+        results = Results(tmp_path)
+        drawn = charts.draw(results)
+        data = texts(results, drawn)["report.html"].split('type="application/json">')[1].split("</script>")[0]
+        numbers = json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        ours = numbers["charts"]["final-accuracy"]["panels"][0]["marks"][0]
+        assert ours["low"] == ours["y"]
+        figures.save([drawn["final-accuracy"]], tmp_path)
+
     def test_names_cannot_break_out_of_the_page(self, tmp_path, made):
         """A challenger's label is a user's text."""
         evil = "</script><script>alert(1)</script>"

@@ -1,5 +1,6 @@
 """Every figure as plain data, drawn by matplotlib for print and by a script in the HTML report."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
 from fodp.experiments.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE
 from fodp.experiments.results import Line, Results, panels
 from fodp.experiments.runtime_claims import relative
-from fodp.experiments.statistics import Difference, band, paired, summarize
+from fodp.experiments.statistics import Difference, Summary, band, paired, summarize
 
 INK, FO_COLOUR, GREY = "ink", "#d55e00", "#8a8f98"  # ink: black on white, white on black
 ORANGE, SKY, GREEN, BLUE, PINK = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"  # Okabe and Ito
@@ -96,8 +97,8 @@ def _curve(line: Line, x: Callable[[Line], list[float]]) -> Mark | None:
     if not line.records:
         return None
     label, curves, dashed = line.label, line.curves, line.label in DASHED
-    if len(curves) == 1:
-        return Mark(label, COLOURS.get(label, GREY), x(line), curves[0].tolist(), dashed=dashed)
+    if len(curves) < 3:  # an interval of two runs is too wide to draw
+        return Mark(label, COLOURS.get(label, GREY), x(line), curves.mean(axis=0).tolist(), dashed=dashed)
     mean, half = band(curves)
     low, high = (mean - half).tolist(), (mean + half).tolist()
     return Mark(label, COLOURS.get(label, GREY), x(line), mean.tolist(), low, high, dashed)
@@ -180,7 +181,7 @@ def _final(results: Results) -> Chart:
     labels = [line.label for line in lines]
     theirs = [paper.FINAL[label] for label in labels]
     marks = () if not lines else (
-        Mark("this project", BLUE, labels, [s.mean for s in ours], [s.low for s in ours], [s.high for s in ours]),
+        _summaries("this project", BLUE, labels, ours, [(s.high - s.low) / 2 for s in ours]),
         Mark("the paper", FO_COLOUR, labels, [t[0] for t in theirs], [t[2] for t in theirs], [t[3] for t in theirs],
              hollow=True),
     )  # fmt: skip
@@ -188,13 +189,19 @@ def _final(results: Results) -> Chart:
     return Chart("final-accuracy", "CIFAR-10: final accuracy, ours beside the paper's", "dots", (made,))
 
 
+def _summaries(name: str, colour: str, labels: list[str], s: Sequence[Summary], half: Sequence[float]) -> Mark:
+    """Means with intervals; one run alone has none."""
+    widths = [0.0 if math.isnan(h) else h for h in half]
+    low, high = ([v.mean + sign * h for v, h in zip(s, widths, strict=True)] for sign in (-1, 1))
+    return Mark(name, colour, labels, [v.mean for v in s], low, high)
+
+
 def _memory(results: Results) -> Chart:
     lines = [line for line in results.lines["memory-design"] if line.records]
     marks = []
     for name, field_, colour in (("final", "final_accuracy", BLUE), ("best", "best_accuracy", SKY)):
         s = [summarize(line.values(field_).values()) for line in lines]
-        low, high = [v.mean - v.std for v in s], [v.mean + v.std for v in s]
-        marks.append(Mark(name, colour, [line.label for line in lines], [v.mean for v in s], low, high))
+        marks.append(_summaries(name, colour, [line.label for line in lines], s, [v.std for v in s]))
     rows = tuple(line.label for line in lines)
     made = Panel("", "test accuracy, mean ± standard deviation", "", tuple(marks) if lines else (), rows=rows)
     return Chart("memory-design", "CIFAR-10: four designs of memory in the query", "bars", (made,))

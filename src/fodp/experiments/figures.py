@@ -99,10 +99,8 @@ def _row_panel(axis: Any, panel: Panel, kind: str) -> None:
             axis.errorbar(mark.y, at, xerr=error, fmt="o", ms=4.2, color=_colour(mark), mfc=face, lw=1.2, capsize=2,
                           label=mark.label)  # fmt: skip
     for value, label in panel.references:
-        axis.axvline(value, color="black", lw=0.8, ls=":" if label else "-", alpha=0.7, zorder=1)
-        if label:
-            axis.annotate(label, (value, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -2), va="top",
-                          textcoords="offset points", ha="right", fontsize=7, rotation=90)  # fmt: skip
+        style = dict(ls=":", lw=1.2, label=label) if label else dict(ls="-", lw=0.8)
+        axis.axvline(value, color="black", alpha=0.7, zorder=1, **style)
     axis.set_yticks(list(places.values()), list(places))
     axis.set_ylim(-len(places) + 0.4, 0.6)
     axis.grid(axis="y", visible=False)
@@ -122,7 +120,7 @@ def _finish(figure: Any, chart: Chart) -> None:
         for handle, label in zip(handles, labels, strict=True):
             entries.setdefault(label, handle)
     if len(entries) > 1:
-        columns = len(entries) if len(entries) <= 5 else 4
+        columns = len(entries) if len(entries) <= 5 else 4 if figure.get_figwidth() > 5 else 3
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(chart.title, fontsize=10)
 

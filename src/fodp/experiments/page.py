@@ -34,7 +34,7 @@ def html(results: Results, verdicts: Mapping[str, Verdict], charts: dict[str, Ch
         "NAV": "\n".join(f'<a href="#{name}">{name}</a>' for name in links),
         "BODY": "\n".join(body),
         # Inside a script element only "</" could end it.
-        "DATA": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/"),
+        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("</", "<\\/"),
         "SCRIPT": _asset("charts.js") + _asset("page.js"),
     }.items():
         page = page.replace(f"<!--{marker}-->", text, 1)
