@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fodp.experiments import charts, figures, markdown, page, tables, twin  # noqa: F401  the twin registers its method
+from fodp.experiments import charts, figures, markdown, page, tables
 from fodp.experiments.claims import judge_all
 from fodp.experiments.results import Results
 
