@@ -1,4 +1,7 @@
-"""The rules by which recorded numbers decide a claim. They were written before the full runs."""
+"""The rules by which recorded numbers decide a claim.
+
+They were written before any full-length record was read, but for the rule "number": see its last sentence.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ RULES = {
     "number": (
         "A number is reproduced if our 95% interval and the paper's overlap and ours is at most twice as wide, and "
         "not reproduced if they do not overlap; otherwise it is not decidable. For the baseline β=1 it is reproduced "
-        "only if our mean itself lies in the paper's interval."
+        "only if our mean itself lies in the paper's interval. This rule was changed after the first 28 full-length "
+        "records had been seen (two seeds per row): before, any overlap counted as reproduced, and for β=1 any mean "
+        "outside the paper's interval as not reproduced."
     ),
     "one seed": (
         "With one seed per panel there is no test. The score is the accuracy averaged over the second half of "
