@@ -11,6 +11,7 @@ demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; wr
 test: $(INSTALLED)  ## create the environment and run the tests
 	$(BIN)/python -m pytest -n auto
 
+# The tests of report.html use a real browser if there is one (Debian: apt-get install chromium).
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard,bench]"
 	$(BIN)/python -m pytest -n auto

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fodp.cli import audit, bench, export, ledger, methods, privacy, reproduce, train
+from fodp.cli import audit, bench, export, ledger, methods, privacy, report, reproduce, train
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ ALL = (
         reproduce.run,
         reproduce.EPILOG,
     ),
+    Command("report", "Tables, figures and one HTML page from the records.", report.options, report.run),
     Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
     Command("audit", "Attack a plan from outside: does its epsilon stand?", audit.options, audit.run, audit.EPILOG),
     Command("ledger", "What was spent on which data, and what is left.", ledger.options, ledger.run, ledger.EPILOG),

@@ -39,6 +39,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, help="fair: its learning rate (default: the common search)")
     add("--import", dest="modules", action="append", default=[], metavar="MODULE", help="fair: where the method is")
     add("--json", action="store_true", help="the last line on stdout is a summary as JSON")
+    add("--no-report", action="store_true", help="do not write tables, figures and report.html at the end")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -52,8 +53,14 @@ def run(options: argparse.Namespace) -> int:
         os.environ["FODP_DATA"] = str(Path(options.data_dir).resolve())  # the worker processes read it
     folder = Path(options.out or ("results-quick" if options.quick else "results"))
     done = _paper(options, folder) if options.suite == "paper" else _fair(options, folder)
+    if not options.no_report:
+        from fodp.experiments.report import write
+
+        done["report"] = write(folder)["report"]
     if options.json:
         print(json.dumps(done))
+    elif not options.no_report:
+        print(f"wrote {done['report']}")
     return 0
 
 

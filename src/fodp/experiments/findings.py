@@ -1,0 +1,129 @@
+"""Sentences about the results. Each is made from recorded numbers; none is written in advance."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from fodp.experiments import fair
+from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO
+from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, Contender
+from fodp.experiments.results import Results
+from fodp.experiments.statistics import MARGIN, paired, summarize
+from fodp.experiments.tables import points
+from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Verdict
+
+
+def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
+    """How much was run, and how many claims hold."""
+    counts = Counter(verdict.status for verdict in verdicts.values())
+    total = len(verdicts)
+    lines = [
+        f"Of {total} claims of the paper, {counts[REPRODUCED]} are reproduced, {counts[NOT_REPRODUCED]} are not "
+        f"reproduced, and {counts[NOT_DECIDABLE]} are not decidable from these runs."
+    ]
+    done = [results.missing(name) for name in EXPERIMENTS]
+    short = [name for name, (found, wanted) in zip(EXPERIMENTS, done, strict=True) if found < wanted]
+    lines.append(
+        f"{len(results.paper)} runs of the paper's experiments, {len(results.fair_records)} runs of the fair "
+        f"comparison and {len(results.runtime)} timed methods are recorded. "
+        + (f"Not complete: {', '.join(short)}." if short else "Every row of the paper's experiments is complete.")
+    )
+    if results.quick:
+        lines.append("**These are the short runs of `--quick`: they show that everything works, nothing else.**")
+    return lines
+
+
+def environment(results: Results) -> list[str]:
+    """Which versions the records come from, and when they were made."""
+    lines = []
+    for name, words in (("code", "Versions of the code that matters"), ("torch", "PyTorch"), ("python", "Python")):
+        told = ", ".join(f"`{version}` ({count})" for version, count in sorted(results.versions(name).items()))
+        lines.append(f"{words}, with the number of records of each: {told or 'none'}.")
+    days = sorted(record["at"] for record in results.used())
+    return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
+
+
+def practitioner(results: Results) -> list[str]:
+    """What to use, setting by setting, by the rule of the fair comparison."""
+    lines, wins = [], Counter[str]()
+    settings = [s for s in results.fair.protocol.settings if _base(results.contenders[s.name]) is not None]
+    if not settings or results.quick:
+        return ["The fair comparison is not recorded in full length here, so there is no recommendation."]
+    for setting in settings:
+        rows = results.contenders[setting.name]
+        base = _base(rows)
+        assert base is not None
+        better = [c for c in rows if c.verdict == BETTER]
+        wins.update(c.label for c in better)
+        start = f"{setting.name}: tuned DP-SGD reaches {base.summary.mean:.4f} (lr {base.params['lr']:g})"
+        if better:
+            told = ", ".join(f"{c.label} ({points(c.difference)} points)" for c in better)
+            lines.append(f"{start}. Better by the rule: {told}.")
+        else:
+            lines.append(f"{start}. No method is better by the rule; use DP-SGD with a tuned learning rate.")
+    everywhere = [label for label, count in wins.items() if count == len(settings)]
+    if everywhere:
+        lines.append(f"Better in every setting: {', '.join(everywhere)}. That is what to use on problems like these.")
+    else:
+        lines.append("No method is better than tuned DP-SGD in every setting. Tune the learning rate first.")
+    return [*lines, _memory(results, settings), *_rate(results)]
+
+
+def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
+    """What FO-DP-SGD itself is worth."""
+    verdicts = [c.verdict for s in settings for c in results.contenders[s.name] if c.label == fair.FO]
+    told = ", ".join(f"{word} in {verdicts.count(word)}" for word in (BETTER, EQUAL, WORSE, OPEN) if word in verdicts)
+    return f"{FO} against DP-SGD at equal ε, both tuned: {told or 'not recorded'} of {len(settings)} settings."
+
+
+def _rate(results: Results) -> list[str]:
+    """What the learning rate alone is worth: the paper's row beside the tuned one of the same method."""
+    line = results.line("final-accuracy", DP_SGD)
+    tuned = [(s, c) for s in results.fair.protocol.settings if (c := _base(results.contenders[s.name])) is not None]
+    return [
+        f"The learning rate: DP-SGD as in the paper (lr 0.8, ε={line.epsilon:.1f}, {line.spec.steps} steps) reaches "
+        f"{summarize(line.final.values()).mean:.4f} on CIFAR-10; tuned (lr {c.params['lr']:g}, ε={s.epsilon:g}, "
+        f"{results.fair.protocol.steps} steps) it reaches {c.summary.mean:.4f}."
+        for s, c in tuned
+        if s.dataset == "cifar10" and line.epsilon is not None
+    ]
+
+
+def _base(rows: Sequence[Contender]) -> Contender | None:
+    return next((c for c in rows if c.label == fair.DP_SGD), None)
+
+
+def fair_findings(results: Results) -> list[str]:
+    """Who is better, worse, equal or undecided in each setting, and where the grid may have been too narrow."""
+    lines = []
+    for setting in results.fair.protocol.settings:
+        rows = results.contenders[setting.name]
+        told = []
+        for word in (BETTER, EQUAL, WORSE, OPEN):
+            group = [c for c in rows if c.verdict == word]
+            found = [f"{c.label} ({points(c.difference)})" if word == BETTER else c.label for c in group]
+            told += [f"{word}: {', '.join(found)}"] if found else []
+        if not told:
+            lines.append(f"**{setting.name}**: not recorded.")
+            continue
+        seeds = sorted({c.summary.n for c in rows})
+        line = f"**{setting.name}**, against DP-SGD, {' or '.join(map(str, seeds))} seeds: "
+        edge = [c.label for c in rows if c.at_edge]
+        line += "; ".join(told) + "."
+        lines.append(line + (f" Best rate at the edge of its grid: {', '.join(edge)}." if edge else ""))
+    return lines
+
+
+def sensitivity(results: Results) -> list[str]:
+    """How much the parameters matter that the paper leaves open."""
+    base = results.line("sensitivity", "defaults").final
+    tests = {x.label: paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
+    known = {label: d for label, d in tests.items() if d is not None}
+    if not known:
+        return ["The runs are not recorded."]
+    inside = [label for label, d in known.items() if max(abs(d.low), abs(d.high)) <= MARGIN]
+    widest = max(known, key=lambda label: abs(known[label].mean))
+    return [
+        f"{len(inside)} of {len(known)} settings far from the defaults have a 95% interval within one percentage "
+        f"point of the defaults{': ' + ', '.join(inside) if inside else ''}.",
+        f"The largest mean difference is that of {widest}: {points(known[widest])} points.",
+    ]
