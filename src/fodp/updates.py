@@ -21,12 +21,14 @@ def make_update(
     floor: float = 0.03,
 ) -> torch.optim.Optimizer:
     """The optimizer of this name."""
+    parameters = list(parameters)
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)  # one pass instead of ten
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
     if kind == "adam":
-        return torch.optim.Adam(parameters, lr=lr, betas=betas, eps=eps)
+        return torch.optim.Adam(parameters, lr=lr, betas=betas, eps=eps, fused=fused)
     if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
     return AdamBC(parameters, lr=lr, betas=betas, floor=floor, weight_decay=weight_decay)
 
 
