@@ -73,7 +73,8 @@ def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     names = [name.strip() for name in options.only.split(",")] if options.only else list(NAMES)
     for name in names:
         _checks.one_of("--only", name, NAMES)
-    specs = [spec for name in names if name != RUNTIME for spec in EXPERIMENTS[name].runs(options.seeds)]
+    seeds = 2 if options.quick and options.seeds is None else options.seeds
+    specs = [spec for name in names if name != RUNTIME for spec in EXPERIMENTS[name].runs(seeds)]
     with Runner(folder / "paper.jsonl", options.jobs, quiet=options.quiet) as runner:
         runner.run([quick(spec) for spec in specs] if options.quick else specs, "experiments")
     if RUNTIME in names:

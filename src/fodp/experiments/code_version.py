@@ -9,7 +9,7 @@ import fodp
 
 # What a run's numbers depend on. The ledger, the command line, reports and audits are not among them.
 _MATTERS = (
-    "adaptive_clip.py", "clipping", "data", "experiments/execute.py", "filters.py", "flat.py", "kernels.py",
+    "adaptive_clip.py", "clipping", "data", "exact.py", "experiments/execute.py", "filters.py", "flat.py", "kernels.py",
     "mechanism.py", "memory.py", "methods", "models.py", "noise.py", "recall.py", "run.py", "sampling.py",
     "schedule.py", "updates.py",
 )  # fmt: skip

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ class Runner:
         self.jobs = jobs or os.cpu_count() or 1
         self._modules, self._quiet = tuple(modules), quiet
         # Started afresh, not forked: torch's thread pools do not survive a fork.
-        self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), _end_with_parent)
 
     def __enter__(self) -> "Runner":
         return self
@@ -70,7 +72,13 @@ class Runner:
     ) -> set[Future[dict[str, Any]]]:
         finished, rest = wait(under_way, return_when=FIRST_COMPLETED)
         for future in finished:
-            record = future.result()
+            try:
+                record = future.result()
+            except BrokenProcessPool:
+                raise PrivacyError(
+                    "a worker process was killed, perhaps for lack of memory: start again, with fewer --jobs; what is "
+                    "recorded stays"
+                ) from None
             self.records.append(record)
             done(f"{record['algorithm']} on {record['run']['dataset']}: {record['final_accuracy']:.4f}")
         return rest
@@ -98,6 +106,18 @@ def progress_bar(quiet: bool) -> Progress:
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True, quiet=quiet),
     )
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_worker(spec: RunSpec, modules: Sequence[str]) -> dict[str, Any]:
