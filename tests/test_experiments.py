@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
@@ -16,7 +17,7 @@ from fodp.cli.main import main
 from fodp.experiments import challengers, fair, runner
 from fodp.experiments.catalog import DATASETS, EXPERIMENTS, quick
 from fodp.experiments.catalog import METHODS as PAPER_METHODS
-from fodp.experiments.code_version import code_version, meaning
+from fodp.experiments.code_version import code_version
 from fodp.experiments.execute import execute
 from fodp.experiments.records import Records
 from fodp.experiments.runner import Runner
@@ -40,7 +41,7 @@ class TestExecute:
         for record in (first, second):
             del record["seconds"], record["at"]
         assert first == second
-        assert first["code"] == code_version()
+        assert first["code"] == code_version("dp-sgd")
         assert first["curve"]["steps"] == [2, 4, 6]
         assert first["best_accuracy"] >= first["final_accuracy"]
         assert first["final_epsilon"] == pytest.approx(tiny().plan().epsilon())
@@ -106,7 +107,7 @@ class TestRunner:
         monkeypatch.setattr(Runner, "_compute", lambda self, missing, done: asked.append(missing))
         with Runner(path, 1, quiet=True) as second:
             second.run([a, b, tiny(seed=2)], "again")
-        monkeypatch.setattr(runner, "code_version", lambda: "changed")
+        monkeypatch.setattr(runner, "code_version", lambda method: "changed")
         with Runner(path, 1, quiet=True) as third:
             third.run([a], "other code")
         assert asked == [[tiny(seed=2)], [a]]
@@ -153,19 +154,31 @@ class TestRunner:
 
 
 class TestCodeVersion:
-    SOURCE = 'def f(x):\n    """Says."""\n    return x + 1  # why\n'
+    def test_speed_does_not_count(self, monkeypatch):
+        found = code_version("fo-dp-sgd")
+        code_version.cache_clear()
+        monkeypatch.setattr("fodp.kernels.library", lambda: None)
+        assert code_version("fo-dp-sgd") == found
+        code_version.cache_clear()
 
-    def test_comments_docstrings_and_layout_do_not_count(self):
-        other = '"""A module."""\ndef f( x ):\n\n    """Says otherwise."""\n    # because\n    return (x + 1)\n'
-        assert meaning(self.SOURCE) == meaning(other)
+    def test_each_method_has_its_own(self):
+        assert len({code_version(name) for name in ("dp-sgd", "fo-dp-sgd", "dp-adam", "dp-sat")}) == 4
 
-    def test_code_counts(self):
-        assert meaning(self.SOURCE) != meaning(self.SOURCE.replace("+ 1", "+ 2"))
-
-    def test_the_report_may_change_without_new_runs(self):
-        from fodp.experiments import code_version as module
-
-        assert not {"experiments", "experiments/report.py", "cli", "statement.py"} & set(module._MATTERS)
+    @pytest.mark.parametrize(
+        ("where", "change"),
+        [
+            ("fodp.recall.Recall.add_to", lambda self, out, factor, vector=None: None),
+            ("fodp.sampling.poisson_indices", lambda words, rate: np.arange(len(words))),
+            ("fodp.filters.NoFilter.__call__", lambda self, release: 2 * release),
+        ],
+        ids=["memory", "masks", "filter"],
+    )
+    def test_what_the_code_does_counts(self, where, change, monkeypatch):
+        found = code_version("fo-dp-sgd")
+        code_version.cache_clear()
+        monkeypatch.setattr(where, change)
+        assert code_version("fo-dp-sgd") != found
+        code_version.cache_clear()
 
 
 class TestCatalog:

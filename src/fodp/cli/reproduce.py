@@ -112,7 +112,7 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         protocol = replace(protocol, seeds=protocol.seeds[: options.seeds])
     modules = challengers.modules(folder)
     with Runner(folder / "fair.jsonl", options.jobs, quiet=options.quiet, modules=modules) as runner:
-        comparison = fair.Comparison(challengers.rows(folder), runner.records, protocol, code_version())
+        comparison = fair.Comparison(challengers.rows(folder), runner.records, protocol, code_version)
         for title, specs in comparison.rounds():
             runner.run(specs, title)
     return {"rows": list(comparison.rows), "runs": len(runner.records), "records": str(runner.records.path)}

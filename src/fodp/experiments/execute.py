@@ -64,7 +64,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
         }
     return {
         "key": spec.key,
-        "code": code_version(),
+        "code": code_version(spec.method),
         "run": spec.to_dict(),
         "algorithm": spec.method,
         "seed": spec.seed,

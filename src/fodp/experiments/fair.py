@@ -18,7 +18,7 @@ The non-private ceiling gets the same search. The exact twin takes FO-DP-SGD's c
 method. Anyone can add a row: it goes through the same search and the same seeds.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,9 @@ class Choice:
 class Comparison:
     """The comparison as a pure function of its records: what to run next, what was chosen, which runs count."""
 
-    def __init__(self, rows: Iterable[Row], records: Records, protocol: Protocol = FULL, code: str | None = None):
+    def __init__(
+        self, rows: Iterable[Row], records: Records, protocol: Protocol = FULL, code: Callable[[str], str] | None = None
+    ):
         self.rows = {row.label: row for row in rows}
         self.protocol, self._records, self._code = protocol, records, code
 
@@ -183,15 +185,18 @@ class Comparison:
 
     def accuracies(self, row: Row, setting: Setting) -> dict[int, float]:
         """Final test accuracy by seed, as far as recorded."""
-        found = ((spec.seed, self._records.get(spec.key, self._code)) for spec in self.final(row, setting))
+        found = ((spec.seed, self._record(spec)) for spec in self.final(row, setting))
         return {seed: record["final_accuracy"] for seed, record in found if record is not None}
 
     def _ranked(self, specs: list[RunSpec]) -> list[RunSpec]:
         """Those with a record, the best first; ties go to the smaller learning rate."""
-        known = [spec for spec in specs if self._records.get(spec.key, self._code) is not None]
+        known = [spec for spec in specs if self._record(spec) is not None]
         return sorted(known, key=lambda spec: (-self._score(spec), spec.params["lr"]))
 
+    def _record(self, spec: RunSpec) -> dict[str, Any] | None:
+        return self._records.get(spec.key, None if self._code is None else self._code(spec.method))
+
     def _score(self, spec: RunSpec) -> float:
-        record = self._records.get(spec.key, self._code)
+        record = self._record(spec)
         assert record is not None
         return float(record["final_accuracy"])

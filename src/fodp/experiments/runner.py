@@ -45,9 +45,8 @@ class Runner:
 
     def run(self, specs: Iterable[RunSpec], title: str) -> None:
         """See to it that every spec has a record of the present code."""
-        code = code_version()
         wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
-        missing = [spec for key, spec in wanted.items() if self.records.get(key, code) is None]
+        missing = [spec for key, spec in wanted.items() if self.records.get(key, code_version(spec.method)) is None]
         with self._alone(), progress_bar(self._quiet) as bar:
             task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
 

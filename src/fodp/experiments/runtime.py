@@ -44,9 +44,8 @@ def measure(records: Records, steps: int, show: Any) -> None:
         label: RunSpec(dataset="cifar10", method=method, params=params, plan_steps=steps, steps=steps)
         for label, (method, params) in METHODS.items()
     }
-    code = code_version()
     keys = {label: f"runtime-{spec.key}" for label, spec in contenders.items()}
-    if all(records.get(key, code) for key in keys.values()):
+    if all(records.get(keys[label], code_version(spec.method)) for label, spec in contenders.items()):
         return
     splits = splits_for("cifar10", "mlp")
     trainers: dict[str, tuple[Trainer, _Turn]] = {}
@@ -64,7 +63,7 @@ def measure(records: Records, steps: int, show: Any) -> None:
             show(label)
     for label, spec in contenders.items():
         records.append({
-            "key": keys[label], "code": code, "run": spec.to_dict(), "algorithm": spec.method, "label": label,
-            "turns": seconds[label], "seconds": round(sum(seconds[label]), 2), "torch": torch.__version__,
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "key": keys[label], "code": code_version(spec.method), "run": spec.to_dict(), "algorithm": spec.method,
+            "label": label, "turns": seconds[label], "seconds": round(sum(seconds[label]), 2),
+            "torch": torch.__version__, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         })  # fmt: skip
