@@ -14,15 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step import CLASSES, EXAMPLES, INPUTS, LOT, losses, paper_mlp
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.bench.workloads import WORKLOADS
 from fodp.exact import rounded_normals
+from fodp.models import cross_entropy
 from fodp.noise import Streams
 
 BURST = 20
+MLP = WORKLOADS["mlp"]
 
 
 class TorchNoise:
@@ -39,8 +41,10 @@ class TorchNoise:
 
 
 def step_with(noise: Any, data: TensorDataset, method: str, steps: int, **plan: Any) -> Callable[[], None]:
-    public = dict(sampling_rate=LOT / EXAMPLES, steps=steps, lot_size=LOT, clip_norm=1.0, noise_multiplier=1.1)
-    trainer = fodp.Trainer(paper_mlp(), losses, data, fodp.Plan(**public, delta=1e-5, method=method, **plan))
+    public = dict(
+        sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
+    )
+    trainer = fodp.Trainer(MLP.model(), cross_entropy, data, fodp.Plan(**public, delta=1e-5, method=method, **plan))
     if noise is not None:
         trainer.run.streams = noise
         trainer.run._sampler._streams = noise
@@ -71,13 +75,13 @@ def report(title: str, times: dict[str, list[float]], base: str) -> dict[str, fl
 
 def rounding_of_sums(data: TensorDataset) -> float:
     """How far s(D) - s(D without its last) is from the last one's own clipped gradient, in units of C."""
-    model, worst = paper_mlp(), 0.0
+    model, worst = MLP.model(), 0.0
 
     def total(rows: slice) -> Tensor:
         batch = tuple(tensor[rows] for tensor in data.tensors)
-        return fodp.clipped_sum(model, losses, batch, 1.0).double()
+        return fodp.clipped_sum(model, cross_entropy, batch, 1.0).double()
 
-    for count in (2, 20, 100, LOT, 255):
+    for count in (2, 20, 100, MLP.batch, 255):
         apart = total(slice(0, count)) - total(slice(0, count - 1)) - total(slice(count - 1, count))
         worst = max(worst, float(apart.norm()))
     return worst
@@ -89,7 +93,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(EXAMPLES, INPUTS), torch.randint(CLASSES, (EXAMPLES,)))
+    data = TensorDataset(*MLP.data())
     steps = BURST * (options.rounds + 2) + 1
     results = {}
     for method in ("dp-sgd", "fo-dp-sgd"):
@@ -100,7 +104,7 @@ def main() -> None:
         }
         milliseconds(contenders, 1)
         results[method] = report(f"a {method} step", milliseconds(contenders, options.rounds), "torch.normal_")
-    size = sum(p.numel() for p in paper_mlp().parameters())
+    size = sum(p.numel() for p in MLP.model().parameters())
     buffer, streams, step = torch.empty(size), Streams.seeded(0), iter(range(10**9))
     draws = {
         "torch.normal_": lambda: buffer.normal_(0.0, 1.1),

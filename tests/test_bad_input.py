@@ -169,6 +169,11 @@ def test_a_lack_of_memory_is_said_in_one_line(capsys, monkeypatch, error):
     assert "not enough memory" in refused(capsys, "train", *SEEDED)
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**70)])
+def test_a_seed_that_an_audit_cannot_use(capsys, seed):
+    assert "--seed" in refused(capsys, "audit", "--seed", seed)
+
+
 def test_a_seed_of_any_length_works(capsys, tmp_path):
     assert main(["train", *QUICK, "--seed", str(2**200 + 1), "--out", str(tmp_path / "r")]) == 0
 
@@ -534,6 +539,8 @@ def test_paths_that_cannot_be_used(capsys, tmp_path, monkeypatch, case):
     assert "--out" in refused(capsys, "train", *SEEDED, "--out", path)
     assert refused(capsys, "train", "--resume", "--quiet", "--out", path)
     assert refused(capsys, "export", path, "m.safetensors")
+    assert refused(capsys, "ledger", "show", path)
+    assert "ledger" in refused(capsys, "train", *SEEDED, "--ledger", path, "--dataset-name", "d", "--out", "r")
     own = ["--assume-size", "40", "--classes", "3", "--dataset", f"{path}.npz"]
     assert refused(capsys, "train", *SEEDED, *own)
 

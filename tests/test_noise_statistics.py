@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import noise
 from fodp.ledger import Ledger
-from fodp.noise import Streams
+from fodp.noise import PAIRS, Streams
 from fodp.run import Run
 from fodp.training.callbacks import Callback
 from statistics_for_tests import ACCEPT, REJECT, correlation_p, exceedance_p, variance_p, variance_power
@@ -96,30 +95,33 @@ class ChosenBits:
         np.frombuffer(out, np.uint8, size)[:] = raw.view(np.uint8)[:size]
 
 
-def tail_p(sigmas: float, zero_bits: int, narrow_bits: int = 0) -> float:
-    """P-value of the number of draws beyond `sigmas`, through the very code that fills a release."""
+def far_draws(std: float, zero_bits: int, narrow_bits: int = 0) -> np.ndarray:
+    """Absolute values of normals whose radius words begin with zero bits, made as every release is."""
+    streams = Streams.seeded(0)
+    streams._keystream = lambda *place: ChosenBits(zero_bits, narrow_bits)
+    return streams.normal_(torch.empty(40 * PAIRS), std, 0, "noise").abs().double().numpy()
+
+
+def tail_p(sigmas: float, zero_bits: int, draws: np.ndarray) -> float:
+    """P-value of the number of draws beyond `sigmas`."""
     assert 2.0**-zero_bits > np.exp(-(sigmas**2) / 2)  # the condition takes in every word that could exceed
-    count, out = 40 * noise.PAIRS, np.empty(40 * noise.PAIRS, np.float32)
-    noise._fill_normal(out, 1.0, ChosenBits(zero_bits, narrow_bits))
-    found = int((np.abs(out) > sigmas).sum())
-    return exceedance_p(found, count, float(2 * stats.norm.sf(sigmas)) * 2.0**zero_bits)
+    return exceedance_p(int((draws > sigmas).sum()), draws.size, float(2 * stats.norm.sf(sigmas)) * 2.0**zero_bits)
 
 
 @pytest.mark.parametrize(("sigmas", "zero_bits"), [(6.0, 22), (6.5, 28), (7.0, 33), (8.0, 44)])
 def test_tails_beyond_six_sigma_occur_as_they_should(sigmas, zero_bits):
-    assert tail_p(sigmas, zero_bits) > ACCEPT
+    assert tail_p(sigmas, zero_bits, far_draws(1.0, zero_bits)) > ACCEPT
 
 
 @pytest.mark.parametrize(("sigmas", "zero_bits"), [(6.0, 22), (7.0, 33), (8.0, 44)])
 def test_tails_of_narrow_uniforms_are_rejected(sigmas, zero_bits):
-    assert tail_p(sigmas, zero_bits, narrow_bits=24) < REJECT  # the 24 bits of PyTorch's float32 normals
+    narrow = far_draws(1.0, zero_bits, narrow_bits=24)  # the bits of PyTorch's float32 normals
+    assert tail_p(sigmas, zero_bits, narrow) < REJECT
 
 
 def test_tails_three_percent_off_are_rejected():
-    out = np.empty(40 * noise.PAIRS, np.float32)
-    noise._fill_normal(out, 1.03, ChosenBits(22))
-    found = int((np.abs(out) > 6.0).sum())
-    assert exceedance_p(found, out.size, float(2 * stats.norm.sf(6.0)) * 2.0**22) < REJECT
+    assert tail_p(6.0, 22, far_draws(1.03, 22)) < REJECT
+    assert tail_p(6.0, 22, far_draws(0.97, 22)) < REJECT
 
 
 # ---- independence --------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_steps_and_names_are_independent(mode):
 
 CHILD = """
 import json, torch
-from fodp.noise import Streams
+from fodp.noise import PAIRS, Streams
 draws = {s.__repr__(): s.normal_(torch.empty(20000), 1.0, 0, "noise").tolist() for s in (Streams(), Streams(7))}
 print(json.dumps(draws))
 """

@@ -59,6 +59,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Attack, and say what was found."""
     config = _config(options)
+    _checks.whole("--seed", options.seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
 
     import torch
 

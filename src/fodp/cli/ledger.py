@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from fodp.training.folder import RunFolder
 
     path = Path(options.file)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, it does not mind a name too long
         folder = RunFolder(path)
         path = folder.ledger_of(folder.read_config())
     if options.action == "select":

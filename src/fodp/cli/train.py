@@ -4,6 +4,7 @@ import argparse
 import ast
 import json
 import math
+import os
 import sys
 import time
 from datetime import datetime
@@ -215,7 +216,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
-        config["ledger"] = str(Path(options.ledger).resolve())
+        config["ledger"] = os.path.abspath(options.ledger)
     elif {"dataset_name", "budget"} & set(config):
         raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
     if "budget" in config:

@@ -63,6 +63,8 @@ class Store:
 
     def __init__(self, path: str | Path, *, create: bool = True):
         self.path = Path(path)
+        if "\0" in str(path):
+            raise PrivacyError(f"the ledger's name {str(path)!r} holds a zero byte: name a writable file")
         with self._plainly("cannot be used", "name a writable file"):
             if self.path.is_file() and self.path.stat().st_size == 0:
                 raise PrivacyError(
