@@ -138,7 +138,7 @@ def test_steps_and_names_are_independent(mode):
 
 CHILD = """
 import json, torch
-from fodp.noise import PAIRS, Streams
+from fodp.noise import Streams
 draws = {s.__repr__(): s.normal_(torch.empty(20000), 1.0, 0, "noise").tolist() for s in (Streams(), Streams(7))}
 print(json.dumps(draws))
 """
