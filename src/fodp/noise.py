@@ -15,7 +15,7 @@ What is *not* defended, in either mode:
   noise can occur differs between neighbouring data sets. Who sees exact releases may exploit this: Mironov
   (2012) for Laplace noise, Jin et al. (2022) for Gaussian noise made in pairs as here, DP-SGD included. The
   ε of a plan is that of the ideal Gaussian. Wide uniforms keep the tails right; they do not close this gap.
-  `fodp.exact` closes it by rounding sums and noise to one grid, at about five times the cost of a draw.
+  `fodp.exact` closes it by rounding sums and noise to one grid, at several times the cost of a draw.
 * **Timing.** Each normal takes the same operations whatever its value, without rejection loops, but `log`,
   `sin` and `cos` promise no constant time, and the time of a whole step depends on the size of its lot.
 * **Memory and snapshots.** The key lies in ordinary memory, where a core dump, a swapped page or a debugger
