@@ -28,9 +28,10 @@ def run(capsys, *arguments):
 def test_help_answers_at_once():
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         done = subprocess.run([sys.executable, "-m", "fodp.cli.main", "--help"], capture_output=True, check=True)
-        times.append(time.perf_counter() - start)
+        after = os.times()  # processor time: what else runs on the machine is not the help's fault
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert b"train" in done.stdout
     assert min(times) < 0.5
 
