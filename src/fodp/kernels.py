@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCE = r"""
+_LOOPS = r"""
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -109,17 +109,27 @@ void fodp_normals(float *first, float *second, const char *radius_words, const c
 
 /* out += sum_r weights[r] rows[r]; then dots[r] = <rows[r], v> and dots[count] = <v, v>. v may be the new out.
    Block by block, so that rows come from main memory once, and eight rows at a time: one alone would keep the
-   processor waiting for memory. Sums of a block in float, of blocks in double. */
+   processor waiting for memory. Sums of a block in float, of blocks in double. Written once for each kind of
+   ENTRY that rows are kept in; WIDE makes a float of one. */
 #define COLUMNS 4096
 #define EIGHT(M) M(0) M(1) M(2) M(3) M(4) M(5) M(6) M(7)
-#define ROW(j) const float *restrict row##j = rows + least(r + j, count - 1) * stride + start;
+#define ROW(j) const ENTRY *restrict row##j = rows + least(r + j, count - 1) * stride + start;
 #define WEIGHT(j) float weight##j = r + j < count ? weights[r + j] : 0;
-#define MIX(j) + weight##j * row##j[i]
+#define MIX(j) + weight##j * WIDE(row##j[i])
 #define ZERO(j) float sum##j = 0;
-#define SUM(j) sum##j += row##j[i] * part[i];
+#define SUM(j) sum##j += WIDE(row##j[i]) * part[i];
 #define KEEP(j) if (r + j < count) dots[r + j] += sum##j;
-void fodp_recall(float *out, const float *rows, size_t stride, size_t count, size_t size,
-                 const float *weights, const float *v, double *dots) {
+static inline float widened(uint16_t bfloat16) {
+    uint32_t bits = (uint32_t)bfloat16 << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+"""
+
+_RECALL = r"""
+void RECALL(float *out, const ENTRY *rows, size_t stride, size_t count, size_t size,
+            const float *weights, const float *v, double *dots) {
     for (size_t r = 0; dots && r <= count; r++) dots[r] = 0;
     for (size_t start = 0; start < size; start += COLUMNS) {
         size_t n = least(size - start, COLUMNS);
@@ -142,7 +152,20 @@ void fodp_recall(float *out, const float *rows, size_t stride, size_t count, siz
         dots[count] += square;
     }
 }
+#undef RECALL
+#undef ENTRY
+#undef WIDE
 """
+
+SOURCE = "".join(
+    [
+        _LOOPS,
+        "#define RECALL fodp_recall\n#define ENTRY float\n#define WIDE(entry) (entry)",
+        _RECALL,
+        "#define RECALL fodp_recall_bfloat16\n#define ENTRY uint16_t\n#define WIDE(entry) widened(entry)",
+        _RECALL,
+    ]
+)
 
 _FLAGS = "-O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp-simd -shared -fPIC -Wno-psabi"
 
@@ -156,8 +179,9 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_compiled()))
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
-        found.fodp_recall.argtypes = [pointer, pointer, size, size, size, pointer, pointer, pointer]
-        found.fodp_normals.restype = found.fodp_recall.restype = None
+        found.fodp_normals.restype = None
+        for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
+            recall.argtypes, recall.restype = [pointer, pointer, size, size, size, pointer, pointer, pointer], None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
     return found if _right(found) else None
@@ -201,13 +225,20 @@ def _right(found: ctypes.CDLL) -> bool:
     angle = turns * (np.pi / 2**31)
     expected = np.concatenate([radius * np.cos(angle), (radius * np.sin(angle))[:seconds]])
     allowed = 1e-6 * np.concatenate([radius, radius[:seconds]]) + 1e-7
+    return bool(np.all(np.abs(normals - expected) <= allowed)) and _recalls_right(found, numbers)
+
+
+def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
     rows, out = numbers.standard_normal((11, 5003), np.float32), numbers.standard_normal(5003, np.float32)
-    weights, dots = numbers.standard_normal(11, np.float32), np.empty(12)
-    mixed = out + weights.astype(np.float64) @ rows
-    address = out.ctypes.data
-    found.fodp_recall(address, rows.ctypes.data, 5003, 11, 5003, weights.ctypes.data, address, dots.ctypes.data)
-    return bool(
-        np.all(np.abs(normals - expected) <= allowed)
-        and np.allclose(out, mixed, rtol=1e-5, atol=1e-5)
-        and np.allclose(dots, [*(rows @ mixed), mixed @ mixed], rtol=1e-4, atol=1e-1)
-    )
+    weights = numbers.standard_normal(11, np.float32)
+    halves = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    cut = (halves.astype(np.uint32) << 16).view(np.float32)
+    for recall, kept, values in ((found.fodp_recall, rows, rows), (found.fodp_recall_bfloat16, halves, cut)):
+        result, dots = out.copy(), np.empty(12)
+        mixed = out + weights.astype(np.float64) @ values
+        address = result.ctypes.data
+        recall(address, kept.ctypes.data, 5003, 11, 5003, weights.ctypes.data, address, dots.ctypes.data)
+        expected = [*(values @ mixed), mixed @ mixed]
+        if not (np.allclose(result, mixed, rtol=1e-5, atol=1e-5) and np.allclose(dots, expected, rtol=1e-4, atol=1e-1)):
+            return False
+    return True

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp.recall import Floats, Recall, inner_products, squared_distances
+from fodp.recall import Floats, inner_products, squared_distances
+from fodp.window import WindowMemory
 
 # The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
 
@@ -32,116 +32,11 @@ def noise_floor(std: float, size: int, gamma: float) -> float:
     return std * math.sqrt(size * gamma / (2 - gamma))
 
 
-class WindowMemory:
-    """A ring of the last K-1 releases; `read()` is their average under `weights`.
-
-    Subclasses give the weights by lag; this class keeps the ring.
-    """
-
-    _scored = False  # whether a trend is followed, in a row of its own before the ring
-
-    def __init__(self, window: int):
-        self.window = _checks.whole("window", window, maximum=100_000)
-        self._table: Tensor | None = None  # the trend's row if scored, then the ring's; made at the first write
-        self._writes = 0
-        self._recall: Recall | None = None
-
-    @property
-    def filled(self) -> int:
-        """How many lags can be looked back at now: K_t - 1."""
-        return min(self.window - 1, self._writes)
-
-    @property
-    def weights(self) -> Tensor:
-        """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
-        return torch.from_numpy(self._by_lag())
-
-    def _by_lag(self) -> Floats:
-        raise NotImplementedError
-
-    def read(self, out: Tensor | None = None) -> Tensor | None:
-        """The memory state u: the weighted average of past releases, or None when K_t = 1.
-
-        Reading changes nothing. The result never aliases the memory.
-        """
-        recall = self._recalled()
-        if recall is None or self._table is None:
-            return None
-        out = self._table.new_zeros(self._table.shape[1]) if out is None else out.zero_()
-        recall.add_to(out, 1.0)
-        return out
-
-    def recall(self) -> Recall | None:
-        """The memory state u as a term of a query: worked out as part of the release, in one pass over the window.
-
-        The inner products that `write` needs are taken on the way. Never use it after the next `write`.
-        """
-        self._recall = self._recalled(self._scored)
-        return self._recall
-
-    def _recalled(self, take_products: bool = False) -> Recall | None:
-        if self._table is None or self.filled == 0:
-            return None
-        weights = np.zeros(self._scored + self.filled)
-        weights[self._scored :][self._rows()] = self._by_lag()
-        return Recall(self._table[: len(weights)], weights, take_products)
-
-    def write(self, release: Tensor) -> None:
-        """Remember a release (a copy of it) and forget the oldest beyond the window."""
-        self._fit(release)
-        if self.window > 1:
-            self._ring()[self._writes % (self.window - 1)] = release
-        self._writes += 1
-        self._recall = None
-
-    def _fit(self, release: Tensor) -> None:
-        """Refuse what is not a release of this memory's size; make the table for the first one."""
-        if release.dim() != 1:
-            raise PrivacyError(f"a release is one flat vector, got shape {tuple(release.shape)}")
-        size = release.numel()
-        if self._table is None:
-            self._table = _table(self._scored + self.window - 1, size, release)
-        if size != self._table.shape[1]:
-            raise PrivacyError(f"a release of {size} entries does not fit {self._table.shape[1]}")
-
-    def _ring(self) -> Tensor:
-        assert self._table is not None
-        return self._table[self._scored :]
-
-    def _rows(self) -> list[int]:
-        """The ring rows of lags 1, 2, …: the newest release first."""
-        return [(self._writes - lag) % (self.window - 1) for lag in range(1, self.filled + 1)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on elsewhere, bit for bit."""
-        return {
-            "window": self.window,
-            "writes": self._writes,
-            "ring": None if self._table is None else self._ring().clone(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of a memory with the same settings."""
-        if state["window"] != self.window:
-            raise PrivacyError(f"the saved memory has window {state['window']}, this one {self.window}")
-        self._writes, self._table, self._recall = int(state["writes"]), None, None
-        ring = state["ring"]
-        if ring is not None:
-            self._table = _table(self._scored + len(ring), ring.shape[1], ring)
-            self._ring().copy_(ring)
-
-
-def _table(rows: int, size: int, like: Tensor) -> Tensor:
-    """Zeroed rows that each begin at a cache line's multiple from the first."""
-    stride = -(-size // 16) * 16
-    return like.new_zeros(rows, stride)[:, :size]
-
-
 class UniformMemory(WindowMemory):
     """The plain average of the window (the paper's ablation, eq. uniform_memory_design)."""
 
-    def __init__(self, window: int = 8):
-        super().__init__(window)
+    def __init__(self, window: int = 8, *, bfloat16: bool = False):
+        super().__init__(window, bfloat16=bfloat16)
 
     def _by_lag(self) -> Floats:
         return np.full(self.filled, 1 / max(1, self.filled))
@@ -154,8 +49,8 @@ class ExponentialMemory(WindowMemory):
     releases, most of a window of eight.
     """
 
-    def __init__(self, window: int = 8, decay: float = 0.8):
-        super().__init__(window)
+    def __init__(self, window: int = 8, decay: float = 0.8, *, bfloat16: bool = False):
+        super().__init__(window, bfloat16=bfloat16)
         self.decay = _checks.open_fraction("decay", decay)
 
     def _by_lag(self) -> Floats:
@@ -192,8 +87,9 @@ class FractionalMemory(WindowMemory):
         kappa: float = 1.0,
         zeta: float = 1.0,
         eps: float = 1e-12,
+        bfloat16: bool = False,
     ):
-        super().__init__(window)
+        super().__init__(window, bfloat16=bfloat16)
         self.alpha = _checks.fraction("alpha", alpha)
         self.lam = _checks.at_least_zero("lam", lam)
         self.tau = _checks.at_least_zero("tau", tau)
@@ -209,6 +105,7 @@ class FractionalMemory(WindowMemory):
         self._along: Floats = np.zeros(self.window - 1)  # ⟨s̃, EMA⟩
         self._distances: Floats = np.zeros(self.window - 1)  # ‖s̃ - EMA‖
         self._trend_square = 0.0  # ‖EMA‖²
+        self._own_trend: Tensor | None = None
 
     def write(self, release: Tensor) -> None:
         """Remember a release and follow the trend: EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA."""
@@ -218,12 +115,16 @@ class FractionalMemory(WindowMemory):
         super().write(release)
 
     def _follow(self, release: Tensor) -> None:
-        """Move the trend, its own row of the table, and the inner products with it; the release's row comes next."""
+        """Move the trend and the inner products with it; the release's row comes next."""
         assert self._table is not None
-        trend, gamma, rows = self._table[0], self.gamma, self.filled
+        if self._own_trend is None and not self._leading:
+            self._own_trend = torch.zeros_like(release)
+        trend, gamma, rows = self._trend(), self.gamma, self.filled
         products = None if self._recall is None else self._recall.products(release)
         if products is None:
-            products = inner_products(self._table[: 1 + rows], release.detach())
+            products = inner_products(self._table[: self._leading + rows], release.detach())
+        if not self._leading:
+            products = np.append(inner_products(trend.unsqueeze(0), release.detach())[:1], products)
         along, square = float(products[0]), float(products[-1])
         new = self._writes % (self.window - 1)
         if self._writes == 0:
@@ -242,6 +143,12 @@ class FractionalMemory(WindowMemory):
             remembered = release if row == new else self._ring()[row]
             apart[row] = squared_distances(remembered.unsqueeze(0), trend)[0]
         self._distances[:rows] = np.sqrt(apart)
+
+    def _trend(self) -> Tensor:
+        """The table's first row, or beside a rounded ring a vector of its own, which is not rounded."""
+        trend = self._table[0] if self._leading and self._table is not None else self._own_trend
+        assert trend is not None
+        return trend
 
     @property
     def inconsistency(self) -> Tensor:
@@ -274,7 +181,7 @@ class FractionalMemory(WindowMemory):
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
         return super().state_dict() | {
-            "trend": self._table[0].clone() if self._scored and self._table is not None else None,
+            "trend": self._trend().clone() if self._scored and self._table is not None else None,
             "squares": torch.from_numpy(self._squares.copy()),
             "along": torch.from_numpy(self._along.copy()),
             "distances": torch.from_numpy(self._distances.copy()),
@@ -285,7 +192,9 @@ class FractionalMemory(WindowMemory):
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
         if self._scored and self._table is not None:
-            self._table[0] = state["trend"]
+            if not self._leading:
+                self._own_trend = torch.empty_like(state["trend"])
+            self._trend().copy_(state["trend"])
         self._squares = state["squares"].cpu().numpy().copy()
         self._along = state["along"].cpu().numpy().copy()
         self._distances = state["distances"].cpu().numpy().copy()

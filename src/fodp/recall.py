@@ -46,10 +46,13 @@ class Recall:
 
 def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Floats | None:
     """out += Σ weight·row; then, of a vector, which may be the new out, the inner products with rows and itself."""
-    library = kernels.library() if all(_plain(t) for t in (out, rows, vector) if t is not None) else None
+    narrow_rows = rows.dtype == torch.bfloat16
+    plain = _plain(rows, narrow_rows) and all(_plain(t) for t in (out, vector) if t is not None)
+    library = kernels.library() if plain else None
     if library is not None:
         narrow, products = weights.astype(np.float32), np.empty(len(rows) + 1)
-        library.fodp_recall(
+        recall = library.fodp_recall_bfloat16 if narrow_rows else library.fodp_recall
+        recall(
             out.data_ptr(),
             rows.data_ptr(),
             rows.stride(0),
@@ -64,7 +67,7 @@ def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Fl
     parts: list[Floats] = []
     step = max(1, min(BLOCK, _CACHED // len(rows)))
     for start in range(0, out.numel(), step):
-        cached = rows[:, start : start + step]
+        cached = rows[:, start : start + step].to(out.dtype)
         out[start : start + step].addmv_(cached.t(), by_row)
         if vector is not None:
             parts.append(inner_products(cached, vector[start : start + step]))
@@ -74,7 +77,7 @@ def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Fl
 def inner_products(rows: Tensor, vector: Tensor) -> Floats:
     """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; summed over blocks in float64."""
     parts = [
-        torch.cat([torch.mv(rows[:, i : i + BLOCK], part), torch.dot(part, part).view(1)])
+        torch.cat([torch.mv(rows[:, i : i + BLOCK].to(part.dtype), part), torch.dot(part, part).view(1)])
         for i, part in zip(range(0, len(vector), BLOCK), vector.split(BLOCK), strict=True)
     ]
     return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
@@ -87,6 +90,10 @@ def squared_distances(rows: Tensor, vector: Tensor) -> Floats:
     return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
 
 
-def _plain(tensor: Tensor) -> bool:
-    """What the compiled pass reads: float32 in main memory, entries of a row side by side."""
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1
+def _plain(tensor: Tensor, narrow: bool = False) -> bool:
+    """What the compiled pass reads: float32 or bfloat16 in main memory, entries of a row side by side."""
+    return (
+        tensor.dtype == (torch.bfloat16 if narrow else torch.float32)
+        and tensor.device.type == "cpu"
+        and tensor.stride(-1) == 1
+    )

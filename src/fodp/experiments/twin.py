@@ -6,11 +6,11 @@ method draws the same trajectory from an ordinary DP-SGD release; a row of the f
 
 from torch import Tensor
 
-from fodp.memory import WindowMemory
 from fodp.methods import register
 from fodp.methods.base import Steps
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.schedule import value_at
+from fodp.window import WindowMemory
 
 
 @register

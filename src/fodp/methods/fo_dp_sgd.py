@@ -8,9 +8,10 @@ from torch import Tensor
 from fodp import _checks, schedule
 from fodp.accounting import Event, Phase
 from fodp.filters import feedback_gain
-from fodp.memory import FractionalMemory, WindowMemory, noise_floor
+from fodp.memory import FractionalMemory, noise_floor
 from fodp.methods.base import CommonParams, Method, Steps
 from fodp.schedule import Schedule
+from fodp.window import WindowMemory
 
 if TYPE_CHECKING:
     from fodp.plan import Plan
