@@ -1,7 +1,8 @@
 """What each private optimizer is without privacy, written down again in the plainest way.
 
 At full participation, without noise and clipping, a method is a direction (a function of the parameters that may
-remember), smoothed by a filter, and taken by an update. No part of fodp is used.
+remember), smoothed by a filter, and taken by an update. No part of fodp is used, but for
+the numbers that a sum of exponentials was fitted to.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
+from fodp.exponentials import fitted
 from methods_for_tests import data, flat, losses, network, public_loss
 
 
@@ -39,9 +41,18 @@ def value_at(schedule, step):
 
 def remembered(past, p):
     """The paper's u: a weighted average of the past by fractional, exponential or equal weights; None at first."""
+    compact = p.get("compact")
+    if compact == "bfloat16":  # the trend is not rounded, so the rule holds for fixed weights only
+        assert not p.get("tau")
+        past = [release.bfloat16().to(release.dtype) for release in past]
     lags = range(1, min(p["window"], len(past) + 1))
     if not lags:
         return None
+    if compact == "exponentials":
+        fit = fitted(p["alpha"], p["window"], p["lam"], p["compact_error"])
+        pairs, lags = list(zip(fit.decays.tolist(), fit.shares.tolist(), strict=True)), range(1, len(past) + 1)
+        kernel = {j: sum(share * decay ** (j - 1) for decay, share in pairs) for j in lags}
+        return sum(kernel[j] * past[-j] for j in lags) / sum(kernel.values())
     if "alpha" in p:
         trend = past[0]
         for release in past[1:]:

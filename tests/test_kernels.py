@@ -54,9 +54,10 @@ def test_normals_are_those_of_the_reference(count, reference):
 @pytest.mark.rule(9)
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 32])
 @pytest.mark.parametrize("size", [1, 15, 4095, 4096, 4097, BLOCK + 3])
-def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, reference):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, reference):
     generator = torch.Generator().manual_seed(rows + size)
-    table = torch.randn(rows, size + 5, generator=generator)[:, :size]
+    table = torch.randn(rows, size + 5, generator=generator).to(dtype)[:, :size]
     start, weights = torch.randn(size, generator=generator), np.linspace(-1, 2, rows)
     out = start.clone()
     products = mix(out, table, weights, out)
@@ -160,8 +161,11 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("* 0x1p-63;", "* 0x1p-62;"),  # uniforms beyond one
         ("& 2) << 30));\n    *sine", "& 2) << 29));\n    *sine"),  # a quadrant's sign
         ("dots[r + j] += sum##j", "dots[r + j] = sum##j"),  # the last block only
-        ("+ weight##j * row##j[i]", "- weight##j * row##j[i]"),
-        ("void fodp_recall", "void another_name"),
+        ("+ weight##j * WIDE", "- weight##j * WIDE"),
+        ("define WIDE(entry) (entry)", "define WIDE(entry) (0.99f * entry)"),
+        ("<< 16;", "<< 15;"),  # in what rounded rows are widened to
+        ("define RECALL fodp_recall\n", "define RECALL another_name\n"),
+        ("define RECALL fodp_recall_bfloat16\n", "define RECALL another_name\n"),
         ("#include <math.h>", "#include <no_such_file.h>"),
     ],
 )

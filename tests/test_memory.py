@@ -68,8 +68,14 @@ MEMORIES = {
     "fixed kernel": lambda window: fodp.FractionalMemory(window=window, tau=0.0),
     "uniform": lambda window: fodp.UniformMemory(window=window),
     "exponential": lambda window: fodp.ExponentialMemory(window=window),
+    "fractional, bfloat16": lambda window: fodp.FractionalMemory(window=window, bfloat16=True),
+    "fixed kernel, bfloat16": lambda window: fodp.FractionalMemory(window=window, tau=0.0, bfloat16=True),
+    "uniform, bfloat16": lambda window: fodp.UniformMemory(window=window, bfloat16=True),
+    "exponential, bfloat16": lambda window: fodp.ExponentialMemory(window=window, bfloat16=True),
 }
+SUM = {"sum of exponentials": lambda window: fodp.ExponentialSumMemory(window=window, lam=1.0, tolerance=0.1)}
 every_memory = pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
+also_without_ring = pytest.mark.parametrize("make", (MEMORIES | SUM).values(), ids=MEMORIES | SUM)
 
 
 def releases(count, size, *, seed=0, scale=1.0, signal=1.0, dtype=torch.float32):
@@ -311,7 +317,7 @@ def test_ring_holds_one_row_less_than_the_window(make, window):
         assert ring.shape == (window - 1, 5)
         assert memory.filled == len(memory.weights) == min(window - 1, t)
         kept = sorted(row.tolist() for row in ring[: memory.filled])
-        assert kept == sorted(r.tolist() for r in transcript[max(0, t - window + 1) : t])
+        assert kept == sorted(r.to(ring.dtype).tolist() for r in transcript[max(0, t - window + 1) : t])
 
 
 @pytest.mark.parametrize("kind", ["fixed kernel", "uniform", "exponential"])
@@ -335,7 +341,7 @@ def test_the_trend_reaches_beyond_the_window():
 # --- reading is pure, releases are never aliased -----------------------------------------------------------
 
 
-@every_memory
+@also_without_ring
 def test_reading_changes_nothing(make):
     memory = filled(make(5), releases(9, 20))
     before, weights, u = memory.state_dict(), memory.weights, memory.read()
@@ -347,7 +353,7 @@ def test_reading_changes_nothing(make):
     assert same_state(memory.state_dict(), before)
 
 
-@every_memory
+@also_without_ring
 def test_read_into_a_given_buffer(make):
     memory = filled(make(5), releases(9, 20))
     buffer = torch.full((20,), math.nan)
@@ -355,7 +361,7 @@ def test_read_into_a_given_buffer(make):
     assert torch.equal(buffer, memory.read())
 
 
-@every_memory
+@also_without_ring
 @pytest.mark.parametrize("steps", [1, 3, 12])
 def test_a_release_is_copied(make, steps):
     transcript = releases(steps, 20)
@@ -369,7 +375,7 @@ def test_a_release_is_copied(make, steps):
     assert torch.equal(kept.read(), mutated.read())
 
 
-@every_memory
+@also_without_ring
 @pytest.mark.parametrize("steps", [1, 3, 12])
 def test_what_is_read_is_a_copy(make, steps):
     memory = filled(make(5), releases(steps, 20))
@@ -386,7 +392,7 @@ def test_what_is_read_is_a_copy(make, steps):
 # --- save and load -----------------------------------------------------------------------------------------
 
 
-@every_memory
+@also_without_ring
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("at", [0, 1, 4, 5, 50])
 def test_a_loaded_memory_goes_on_bit_for_bit(make, dtype, at):
@@ -408,7 +414,7 @@ def spoil(state):
             value.fill_(math.nan)
 
 
-@every_memory
+@also_without_ring
 def test_a_saved_state_stands_by_itself(make, tmp_path):
     """It survives a file, and neither writing on nor changing the saved tensors reaches across."""
     first, more = releases(9, 20), releases(3, 20, seed=1)
@@ -424,7 +430,7 @@ def test_a_saved_state_stands_by_itself(make, tmp_path):
         assert torch.equal(one.read(), expected.read())
 
 
-@every_memory
+@also_without_ring
 def test_a_state_of_another_window_is_refused(make):
     memory = make(5)
     with pytest.raises(fodp.PrivacyError, match="window 8, this one 5"):

@@ -67,6 +67,16 @@ SMOOTHING = [
     dict(filter="doppler", filter_a=(-0.7, -0.2), filter_b=(0.05, 0.05)),
     dict(filter="fractional", filter_beta=0.6),
 ]
+# Knobs that make the memory smaller: whatever is remembered, sensitivity and events are the same.
+COMPACT = [
+    ("fo-dp-sgd", dict(beta=0.5, tau=0.0, compact="bfloat16")),
+    ("fo-dp-sgd", dict(beta=0.5, tau=0.0, window=5, lam=1.0, compact="exponentials")),
+    ("post-fm-dp-sgd", dict(beta=0.5, tau=0.0, compact="bfloat16")),
+    ("post-fm-dp-sgd", dict(beta=0.5, tau=0.0, window=5, lam=1.0, compact="exponentials")),
+    ("fo-uniform", dict(beta=0.5, window=3, compact="bfloat16")),
+    ("fo-exponential", dict(beta=0.5, window=5, compact="bfloat16")),
+]
+SCORED_COMPACT = [("fo-dp-sgd", dict(beta=0.5, compact="bfloat16")), ("post-fm-dp-sgd", dict(compact="bfloat16"))]
 SETTINGS = [
     ("dp-sgd", dict(momentum=0.9)),
     ("dp-sgd", dict(filter="momentum", momentum=0.5, update="adam")),
@@ -76,6 +86,7 @@ SETTINGS = [
     ("fo-dp-sgd", dict(beta=((0, 0.9), (4, 0.5)))),
     *(("fo-dp-sgd", dict(beta=0.6, update=update, lr=0.02)) for update in ("adam", "adamw", "adambc", "adamwbc")),
     ("fo-dp-sgd", dict(beta=0.6, update="adamw", weight_decay=0.3, momentum=0.8, filter="momentum")),
+    *COMPACT,
     ("fo-uniform", dict(beta=0.4, window=3)),
     ("fo-exponential", dict(beta=0.4, window=5, decay=0.5)),
     ("post-fm-dp-sgd", dict(beta=0.4, window=5)),
@@ -247,6 +258,8 @@ def test_deleting_an_example_moves_queries_within_their_bounds_and_nothing_else(
         ("fo-dp-sgd", dict(beta=((0, 1.0), (3, 0.3)))),
         ("sa-dpsgd", dict(k=1e9, lr=5.0)),
         ("dp-is", dict(normaliser_noise=0.1)),
+        *COMPACT,
+        *SCORED_COMPACT,
     ],
     ids=str,
 )
@@ -270,6 +283,17 @@ def test_what_is_released_is_a_prefix_of_the_promised_events(method, params):
     noise = torch.cat([(r.result - r.value).flatten() / r.std for r in tape.releases])
     assert noise.square().mean().item() == pytest.approx(1.0, abs=0.25)  # it was really added
     assert promised(the_plan) == promised(plan(method, sampling_rate=0.25, noise_multiplier=1.1))
+
+
+@pytest.mark.rule(6)
+@pytest.mark.rule(7)
+@pytest.mark.parametrize(("method", "params"), COMPACT + SCORED_COMPACT, ids=str)
+def test_a_compact_memory_changes_no_event(method, params):
+    exact = {name: value for name, value in params.items() if name != "compact"}
+    compact, usual = (plan(method, p, sampling_rate=0.25, noise_multiplier=1.1) for p in (params, exact))
+    assert promised(compact) == promised(usual)
+    assert event_faults(compact, record(compact)) == []
+    assert compact.epsilon() == usual.epsilon()
 
 
 @pytest.mark.rule(6)
@@ -364,6 +388,12 @@ def test_a_run_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, param
     assert torch.equal(flat(second.model), flat(whole.model))
     assert same(second.run.state_dict(), whole.run.state_dict())
     assert same(second.optimizer.state_dict(), whole.optimizer.state_dict())
+
+
+@pytest.mark.rule(11)
+@pytest.mark.parametrize(("method", "params"), COMPACT + SCORED_COMPACT, ids=str)
+def test_a_run_with_a_compact_memory_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, params):
+    test_a_run_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, params)
 
 
 @pytest.mark.rule(13)

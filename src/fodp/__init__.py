@@ -19,6 +19,7 @@ _HOME = {
     "FractionalMemory": "fodp.memory",
     "UniformMemory": "fodp.memory",
     "ExponentialMemory": "fodp.memory",
+    "ExponentialSumMemory": "fodp.exponentials",
     "GaussianMechanism": "fodp.mechanism",
     "Query": "fodp.mechanism",
     "epsilon": "fodp.accounting",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fodp.accounting import epsilon as epsilon
     from fodp.clipping import check as check
     from fodp.clipping import clipped_sum as clipped_sum
+    from fodp.exponentials import ExponentialSumMemory as ExponentialSumMemory
     from fodp.ledger import Ledger as Ledger
     from fodp.mechanism import GaussianMechanism as GaussianMechanism
     from fodp.mechanism import Query as Query

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp.memory import FractionalMemory
+from fodp.window import WindowMemory
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
 _RESPONSE_LENGTH = 2000
@@ -122,7 +122,7 @@ class MemoryAfterRelease:
     Reads earlier releases, not earlier outputs, as the paper's equations have it.
     """
 
-    def __init__(self, beta: float, memory: FractionalMemory):
+    def __init__(self, beta: float, memory: WindowMemory):
         self.beta, self.memory = _checks.fraction("beta", beta), memory
         self._gain = 1.0
 

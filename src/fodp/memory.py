@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.recall import Floats, inner_products, squared_distances
+from fodp.recall import Floats, inner_product, inner_products, squared_distances
 from fodp.window import WindowMemory
 
 # The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
@@ -124,7 +124,7 @@ class FractionalMemory(WindowMemory):
         if products is None:
             products = inner_products(self._table[: self._leading + rows], release.detach())
         if not self._leading:
-            products = np.append(inner_products(trend.unsqueeze(0), release.detach())[:1], products)
+            products = np.append(inner_product(trend, release.detach()), products)
         along, square = float(products[0]), float(products[-1])
         new = self._writes % (self.window - 1)
         if self._writes == 0:

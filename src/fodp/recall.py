@@ -83,6 +83,12 @@ def inner_products(rows: Tensor, vector: Tensor) -> Floats:
     return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
 
 
+def inner_product(left: Tensor, right: Tensor) -> float:
+    """⟨left, right⟩; summed over blocks in float64."""
+    parts = [torch.dot(a, b) for a, b in zip(left.split(BLOCK), right.split(BLOCK), strict=True)]
+    return float(torch.stack(parts).cpu().numpy().sum(dtype=np.float64))
+
+
 def squared_distances(rows: Tensor, vector: Tensor) -> Floats:
     """‖row - vector‖² of every row: subtracted first, so that nothing cancels."""
     starts = range(0, len(vector), BLOCK)

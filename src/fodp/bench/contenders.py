@@ -22,9 +22,6 @@ _BUILDERS = {
 }
 PEERS = ("opacus", "jax-privacy")
 
-# Parameters of fo-dp-sgd that make its window cheaper; None while there is no such knob.
-COMPACT: dict[str, Any] | None = None
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -42,9 +39,15 @@ class Contender:
 
     @property
     def window(self) -> int:
-        """Rows of memory it keeps: K for a memory (K-1 releases and their trend), none for DP-SGD."""
+        """Vectors of its memory: K (K-1 releases and their trend), none for DP-SGD."""
         window = int(self.settings.get("params", {}).get("window", self.settings.get("window", 1)))
         return window if window > 1 else 0
+
+    @property
+    def rows(self) -> int:
+        """The memory it keeps, in float32 vectors: releases that are rounded count half, their trend does not."""
+        rounded = self.settings.get("params", {}).get("compact") == "bfloat16"
+        return 1 + self.window // 2 if rounded else self.window
 
     @property
     def warm_up(self) -> int:
@@ -67,7 +70,7 @@ CONTENDERS = (
     fodp_contender(DP_SGD, "dp-sgd"),
     fodp_contender(FO_8, "fo-dp-sgd", window=8),
     fodp_contender(FO_32, "fo-dp-sgd", window=32),
-    *([fodp_contender(FO_32_COMPACT, "fo-dp-sgd", window=32, **COMPACT)] if COMPACT else []),
+    fodp_contender(FO_32_COMPACT, "fo-dp-sgd", window=32, compact="bfloat16"),
     fodp_contender("dp-sgd, secure noise", "dp-sgd", seed=None, only="mlp"),
     fodp_contender("fo-dp-sgd K=8, secure noise", "fo-dp-sgd", seed=None, only="mlp", window=8),
     Contender("dp-sgd by hand", "by hand", dict(window=1), ("mlp",)),

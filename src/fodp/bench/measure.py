@@ -168,7 +168,7 @@ def peak_memory(workload: str, contender: Contender, batch: int, steps: int = 4)
 
 def _memory(contender: Contender, worker: Worker) -> dict[str, Any]:
     """Resident memory before the first step, and at most."""
-    kept = {"kind": contender.kind, "window": contender.window}
+    kept = {"kind": contender.kind, "window": contender.rows}
     return {**kept, "idle_mb": worker.idle_mb, "peak_mb": worker.peak_mb}
 
 

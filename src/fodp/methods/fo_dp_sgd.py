@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from fodp import _checks, schedule
+from fodp._checks import PrivacyError
 from fodp.accounting import Event, Phase
+from fodp.exponentials import ExponentialSumMemory
 from fodp.filters import feedback_gain
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.methods.base import CommonParams, Method, Steps
@@ -24,6 +26,10 @@ class FODPSGDParams(CommonParams):
     `fodp.FractionalMemory` gives the reasons for λ, τ, γ and eps. κ and ζ default (None) to the norm
     which the EMA trend has on pure noise: a trend no longer than that carries no confidence.
     β may be a schedule of (first step, β) pairs.
+
+    `compact` makes the memory smaller and changes neither sensitivity nor events: 'bfloat16' rounds what is
+    remembered (half the memory), 'exponentials' needs `tau=0` and keeps a few vectors whatever the window, with
+    weights that are off by at most `compact_error` in all.
     """
 
     beta: Schedule = 0.9
@@ -35,15 +41,22 @@ class FODPSGDParams(CommonParams):
     kappa: float | None = None
     zeta: float | None = None
     eps: float = 1e-12
+    compact: str | None = None
+    compact_error: float = 0.05
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
+        if self.compact is not None:
+            _checks.one_of("compact", self.compact, ("bfloat16", "exponentials"))
+        if self.compact == "exponentials" and self.tau != 0:
+            raise PrivacyError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
+        _checks.open_fraction("compact_error", self.compact_error)
         self.memory(floor=1.0)  # checks the ranges of all the rest
 
-    def memory(self, floor: float) -> FractionalMemory:
+    def memory(self, floor: float) -> WindowMemory:
         """A fresh memory with these settings."""
-        return FractionalMemory(
+        exact = FractionalMemory(
             self.alpha,
             self.window,
             lam=self.lam,
@@ -52,7 +65,11 @@ class FODPSGDParams(CommonParams):
             kappa=floor if self.kappa is None else self.kappa,
             zeta=floor if self.zeta is None else self.zeta,
             eps=self.eps,
+            bfloat16=self.compact == "bfloat16",
         )
+        if self.compact == "exponentials":
+            return ExponentialSumMemory(self.alpha, self.window, lam=self.lam, tolerance=self.compact_error)
+        return exact
 
 
 class FODPSGD(Method):

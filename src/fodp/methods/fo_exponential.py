@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FOExponentialParams(FOUniformParams):
-    """β, the window K, and the decay γ_exp, for which the paper gives no value."""
+    """β, K and `compact` as in fo-uniform, and the decay γ_exp, for which the paper gives no value."""
 
     decay: float = 0.8
 
@@ -33,4 +33,5 @@ class FOExponential(FODPSGD):
 
     def init(self, plan: "Plan", size: int) -> ExponentialMemory:
         """An empty window."""
-        return ExponentialMemory(self.params.window, self.params.decay)
+        bfloat16 = self.params.compact is not None
+        return ExponentialMemory(self.params.window, self.params.decay, bfloat16=bfloat16)

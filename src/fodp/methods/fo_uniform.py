@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FOUniformParams(CommonParams):
-    """β and the window K, as in FO-DP-SGD."""
+    """β and the window K, as in FO-DP-SGD; `compact='bfloat16'` rounds what is remembered."""
 
     beta: Schedule = 0.9
     window: int = 8
+    compact: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
         _checks.whole("window", self.window)
+        if self.compact is not None:
+            _checks.one_of("compact", self.compact, ("bfloat16",))
 
 
 class FOUniform(FODPSGD):
@@ -36,4 +39,4 @@ class FOUniform(FODPSGD):
 
     def init(self, plan: "Plan", size: int) -> UniformMemory:
         """An empty window."""
-        return UniformMemory(self.params.window)
+        return UniformMemory(self.params.window, bfloat16=self.params.compact is not None)
