@@ -1,6 +1,8 @@
 """Memories that cost less: what they remember is off by no more than they say, and they are asked for by name."""
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +174,20 @@ def test_a_sum_of_exponentials_costs_the_same_whatever_the_window():
 def test_kernels_that_a_few_exponentials_miss_are_refused(settings, message):
     with pytest.raises(fodp.PrivacyError, match=message):
         fodp.ExponentialSumMemory(**settings)
+
+
+def test_the_table_in_the_docs_is_what_is_fitted():
+    page = (Path(__file__).parent.parent / "docs/mechanism.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+|refused) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == 4
+    for alpha, lam, window, terms, error in rows:
+        settings = dict(alpha=float(alpha), lam=float(lam), window=int(window))
+        if terms == "refused":
+            with pytest.raises(fodp.PrivacyError, match=f"by {error}, more"):
+                fodp.ExponentialSumMemory(**settings)
+        else:
+            memory = fodp.ExponentialSumMemory(**settings)
+            assert (len(memory.decays), f"{memory.error:.3f}") == (int(terms), error)
 
 
 # --- asked for by name -------------------------------------------------------------------------------------
