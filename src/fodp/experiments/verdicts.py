@@ -24,9 +24,8 @@ RULES = {
     "number": (
         "A number is reproduced if our 95% interval and the paper's overlap and ours is at most twice as wide, and "
         "not reproduced if they do not overlap; otherwise it is not decidable. For the baseline β=1 it is reproduced "
-        "only if our mean itself lies in the paper's interval. This rule was changed after the first 28 full-length "
-        "records had been seen (two seeds per row): before, any overlap counted as reproduced, and for β=1 any mean "
-        "outside the paper's interval as not reproduced."
+        "only if our mean itself lies in the paper's interval, and not reproduced otherwise. The condition on the "
+        "width was added after the first 28 full-length records had been seen (two seeds per row); it is stricter."
     ),
     "one seed": (
         "With one seed per panel there is no test. The score is the accuracy averaged over the second half of "
@@ -177,7 +176,7 @@ def mean_inside(line: Line, low: float, high: float) -> Verdict:
     overlap = s.low <= high and low <= s.high
     meets = "the two intervals overlap" if overlap else "the two intervals do not overlap"
     return Verdict(
-        NOT_DECIDABLE if overlap else NOT_REPRODUCED,
+        NOT_REPRODUCED,
         f"{ours}; that is {100 * miss:.2f} points {'above' if s.mean > high else 'below'} the paper's interval "
         f"[{low:.4f}, {high:.4f}], and {meets}. The paper names neither its 5,000 images nor its initial weights nor "
         "its normalisation, and all of its rows share them",
