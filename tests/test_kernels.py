@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import kernels
+from fodp.clipping.tables import Rows
 from fodp.noise import PAIRS, Streams
 from fodp.recall import BLOCK, Recall, mix
 
@@ -48,6 +49,38 @@ def test_normals_are_those_of_the_reference(count, reference):
     compiled = normals(count)
     reference()
     torch.testing.assert_close(compiled, normals(count), rtol=0, atol=5e-6)  # of values up to 5: float rounding
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("length", "width", "words"), [(1, 3, 2), (7, 4, 3), (64, 16, 20_000), (9, 1, 1), (33, 17, 40), (0, 3, 2)]
+)
+def test_an_embedding_has_the_norms_and_sums_of_the_reference(length, width, words, reference):
+    generator = torch.Generator().manual_seed(length)
+    indices = torch.randint(words, (40, length), generator=generator)
+    back, weights = torch.randn(40, length, width, generator=generator), torch.rand(40, generator=generator)
+    back[3] = torch.inf
+    use = Rows(indices, back, words)
+    start = torch.randn(words, width, generator=generator)
+
+    def answers() -> list[torch.Tensor]:
+        added, fresh = start.clone(), start.clone()
+        finite = use.masked(torch.arange(40) != 3)
+        finite.add_weighted(added, weights, True)
+        finite.add_weighted(fresh, weights, False)
+        return [use.squared_norms(), finite.squared_norms(), added, fresh]
+
+    compiled = answers()
+    reference()
+    torch.testing.assert_close(compiled, answers(), rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("index", [-1, 5, 2**62])
+def test_an_index_beyond_the_table_is_refused(index):
+    use = Rows(torch.tensor([[index]]), torch.ones(1, 1, 2), 5)
+    with pytest.raises((IndexError, RuntimeError)):
+        use.add_weighted(torch.zeros(5, 2), torch.ones(1), True)
 
 
 @needs_compiler

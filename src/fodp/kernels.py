@@ -1,4 +1,5 @@
-"""Two hot loops in C, compiled once per machine where a C compiler exists: normals, and the pass over a memory.
+"""Hot loops in C, compiled once per machine where a C compiler exists: normals, the pass over a memory, and
+the norms and sums of an embedding's gradients.
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
 in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
@@ -157,6 +158,58 @@ void RECALL(float *out, const ENTRY *rows, size_t stride, size_t count, size_t s
 #undef WIDE
 """
 
+_TABLES = r"""
+static inline double square_sum(const float *v, size_t size) {
+    double total = 0;
+    for (size_t start = 0; start < size; start += COLUMNS) {
+        size_t n = least(size - start, COLUMNS);
+        float square = 0;
+        #pragma omp simd reduction(+ : square)
+        for (size_t i = 0; i < n; i++) square += v[start + i] * v[start + i];
+        total += square;
+    }
+    return total;
+}
+
+/* squares[i] = sum over tokens of |sum of back[i, t] over the token's places t|^2. mass[i] = sum of |back[i, t]|
+   if a token comes twice in the example, else 0. slots is a hash table of last + 1 places, at most half full. */
+void fodp_table_squares(float *squares, float *mass, const int64_t *indices, const float *back, size_t examples,
+                        size_t length, size_t width, int32_t *slots, size_t last, float *sums) {
+    for (size_t i = 0; i < examples; i++, indices += length, back += length * width) {
+        int repeated = 0;
+        memset(slots, 0xFF, (last + 1) * sizeof *slots);
+        for (size_t t = 0; t < length; t++) {
+            size_t at = ((uint64_t)indices[t] * 0x9E3779B97F4A7C15u >> 32) & last;
+            while (slots[at] >= 0 && indices[slots[at]] != indices[t]) at = (at + 1) & last;
+            if (slots[at] < 0) { slots[at] = (int32_t)t; continue; }
+            if (!repeated) memcpy(sums, back, length * width * sizeof *sums);
+            repeated = 1;
+            float *first = sums + slots[at] * width, *again = sums + t * width;
+            for (size_t c = 0; c < width; c++) first[c] += again[c], again[c] = 0;
+        }
+        squares[i] = square_sum(repeated ? sums : back, length * width);
+        double lengths = 0;
+        for (size_t t = 0; repeated && t < length; t++) lengths += sqrt(square_sum(back + t * width, width));
+        mass[i] = lengths;
+    }
+}
+
+/* out[indices[i, t]] += weights[i] back[i, t], rows of `width` entries. Stops with 0 at an index beyond the rows. */
+int fodp_scatter(float *out, size_t rows, const int64_t *indices, const float *back, const float *weights,
+                 size_t examples, size_t length, size_t width) {
+    for (size_t i = 0; i < examples; i++) {
+        float weight = weights[i];
+        for (size_t t = 0; t < length; t++, back += width) {
+            uint64_t index = (uint64_t)*indices++;
+            if (index >= rows) return 0;
+            float *restrict row = out + index * width;
+            for (size_t c = 0; c < width; c++) row[c] += weight * back[c];
+        }
+    }
+    return 1;
+}
+"""
+
 SOURCE = "".join(
     [
         _LOOPS,
@@ -164,6 +217,7 @@ SOURCE = "".join(
         _RECALL,
         "#define RECALL fodp_recall_bfloat16\n#define ENTRY uint16_t\n#define WIDE(entry) widened(entry)",
         _RECALL,
+        _TABLES,
     ]
 )
 
@@ -182,6 +236,9 @@ def library() -> ctypes.CDLL | None:
         found.fodp_normals.restype = None
         for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
             recall.argtypes, recall.restype = [pointer, pointer, size, size, size, pointer, pointer, pointer], None
+        found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
+        found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
+        found.fodp_table_squares.restype = None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
     return found if _right(found) else None
@@ -225,7 +282,8 @@ def _right(found: ctypes.CDLL) -> bool:
     angle = turns * (np.pi / 2**31)
     expected = np.concatenate([radius * np.cos(angle), (radius * np.sin(angle))[:seconds]])
     allowed = 1e-6 * np.concatenate([radius, radius[:seconds]]) + 1e-7
-    return bool(np.all(np.abs(normals - expected) <= allowed)) and _recalls_right(found, numbers)
+    normals_right = bool(np.all(np.abs(normals - expected) <= allowed))
+    return normals_right and _recalls_right(found, numbers) and _tables_right(found, numbers)
 
 
 def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
@@ -242,3 +300,23 @@ def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
         if not (np.allclose(result, mixed, rtol=1e-5, atol=1e-5) and np.allclose(dots, expected, rtol=1e-4, atol=1e-1)):
             return False
     return True
+
+
+def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
+    back, weights = numbers.standard_normal((5, 4, 19), np.float32), numbers.standard_normal(5, np.float32)
+    index, table = numbers.integers(0, 9, (5, 4)), np.zeros((9, 19), np.float32)
+    index[0] = 3, 3, 1, 3
+    source = index.ctypes.data, back.ctypes.data
+    found.fodp_scatter(table.ctypes.data, 9, *source, weights.ctypes.data, 5, 4, 19)
+    squares, mass = np.empty(5, np.float32), np.empty(5, np.float32)
+    slots, sums = np.empty(16, np.int32), np.empty(4 * 19, np.float32)
+    results, scratch = (squares.ctypes.data, mass.ctypes.data), (slots.ctypes.data, 15, sums.ctypes.data)
+    found.fodp_table_squares(*results, *source, 5, 4, 19, *scratch)
+    by_example = np.zeros((5, 9, 19))
+    np.add.at(by_example, (np.arange(5)[:, None], index), back)
+    again = np.array([len(set(tokens)) < 4 for tokens in index.tolist()])
+    return (
+        np.allclose(table, np.tensordot(weights, by_example, 1), rtol=1e-5, atol=1e-5)
+        and np.allclose(squares, (by_example**2).sum((1, 2)), rtol=1e-5)
+        and np.allclose(mass, again * np.linalg.norm(back, axis=2).sum(1), rtol=1e-5)
+    )

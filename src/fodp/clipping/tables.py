@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fodp.clipping.uses import allowance, mask, square_sums, wide
+from fodp import kernels
+from fodp.clipping.uses import allowance, mask, square_sums, wide, with_slack
 
 
 class Rows:
@@ -15,6 +16,9 @@ class Rows:
 
     def squared_norms(self) -> Tensor:
         """Where a token comes twice in an example, its back-signals are summed before they are squared."""
+        compiled = _compiled_squares(self.indices, self.back)
+        if compiled is not None:
+            return compiled
         squares = square_sums(self.back)
         some = self._repeating()
         if some is None:
@@ -43,8 +47,9 @@ class Rows:
         """Scatter the re-weighted back-signals into the table."""
         if not accumulate:
             out.zero_()
-        weighted = self.back * weights[:, None, None]
-        out.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1).to(out.dtype))
+        if not _scattered(out, self.indices, self.back, weights):
+            weighted = self.back * weights[:, None, None]
+            out.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1).to(out.dtype))
 
     def dense(self) -> Tensor:
         """[B, table rows, width]."""
@@ -61,3 +66,46 @@ class Rows:
     def masked(self, keep: Tensor) -> "Rows":
         """Zero what is not kept."""
         return Rows(self.indices, mask(self.back, keep), self.table_rows)
+
+
+def _compiled_squares(indices: Tensor, back: Tensor) -> Tensor | None:
+    """The squared norms in one compiled pass; None where there is none for these tensors."""
+    library = kernels.library() if _plain(indices, back) else None
+    if library is None:
+        return None
+    count, length, width = back.shape
+    squares, mass = back.new_empty(2, count)
+    slots = np.empty(4 << length.bit_length(), np.int32)  # at most half full
+    sums = np.empty((length, width), np.float32)
+    library.fodp_table_squares(
+        squares.data_ptr(),
+        mass.data_ptr(),
+        indices.data_ptr(),
+        back.data_ptr(),
+        *back.shape,
+        slots.ctypes.data,
+        len(slots) - 1,
+        sums.ctypes.data,
+    )
+    return with_slack(squares, mass)
+
+
+def _scattered(out: Tensor, indices: Tensor, back: Tensor, weights: Tensor) -> bool:
+    """The weighted scatter in one compiled pass; False where there is none for these tensors."""
+    library = kernels.library() if _plain(indices, out, back, weights) else None
+    return library is not None and bool(
+        library.fodp_scatter(
+            out.data_ptr(),
+            len(out),
+            indices.data_ptr(),
+            back.data_ptr(),
+            weights.data_ptr(),
+            *back.shape,
+        )
+    )
+
+
+def _plain(indices: Tensor, *floats: Tensor) -> bool:
+    """What the compiled passes read: 64-bit indices and float32, in main memory and side by side."""
+    usual = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in floats)
+    return usual and indices.dtype == torch.int64 and indices.is_contiguous()

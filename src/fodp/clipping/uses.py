@@ -238,7 +238,12 @@ def allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:
     mass: Tensor = torch.linalg.vector_norm(back, dim=-1)
     if inputs is not None:
         mass = mass * torch.linalg.vector_norm(inputs, dim=-1)
-    return (squares.sqrt() + _ROUNDING * torch.finfo(mass.dtype).eps * mass.flatten(1).sum(1)).square()
+    return with_slack(squares, mass.flatten(1).sum(1))
+
+
+def with_slack(squares: Tensor, mass: Tensor) -> Tensor:
+    """Squared norms raised by the rounding of sums of vectors whose norms add up to `mass`."""
+    return (squares.sqrt() + _ROUNDING * torch.finfo(mass.dtype).eps * mass).square()
 
 
 def mask(rows: Tensor, keep: Tensor) -> Tensor:
