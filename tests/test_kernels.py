@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp import kernels
 from fodp.clipping.tables import Rows
+from fodp.models import cross_entropy
 from fodp.noise import PAIRS, Streams
 from fodp.recall import BLOCK, Recall, mix
 
@@ -152,8 +153,7 @@ def trained(steps: int, path: Path | None = None, *, resume: Path | None = None)
     data = TensorDataset(torch.randn(80, 6), torch.randint(3, (80,)))
     public = dict(sampling_rate=0.2, lot_size=16, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=1)
     plan = fodp.Plan(method="fo-dp-sgd", steps=30, **public)
-    loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")  # noqa: E731
-    trainer = fodp.Trainer(model, loss, data, plan)
+    trainer = fodp.Trainer(model, cross_entropy, data, plan)
     if resume is not None:
         trainer.resume(resume)
     for _ in range(steps):
@@ -203,8 +203,9 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
     ],
 )
 def test_a_library_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
-    assert right in kernels.SOURCE
-    monkeypatch.setattr(kernels, "SOURCE", kernels.SOURCE.replace(right, wrong))
+    changed = {name: text.replace(right, wrong) for name, text in kernels.SOURCES.items()}
+    assert changed != kernels.SOURCES
+    monkeypatch.setattr(kernels, "SOURCES", changed)
     assert kernels.library() is None
 
 

@@ -1,0 +1,72 @@
+"""Hot loops in C, compiled once per machine where a C compiler exists: normals (`normals.c`), the pass over a
+memory (`recall.c`), and the norms and sums of an embedding's gradients (`tables.c`).
+
+Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
+in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
+compiled at its first use (under a second) into the user's cache folder and is used only if it reproduces the
+reference (`checks.py`). `FODP_KERNELS=0` in the environment does without it.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fodp.kernels.checks import is_right
+
+SOURCES = {file.name: file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
+
+_FLAGS = "-O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp-simd -shared -fPIC -Wno-psabi"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, None where there is none or it does not reproduce the reference."""
+    if os.environ.get("FODP_KERNELS") == "0" or sys.platform != "linux" or sys.byteorder != "little":
+        return None
+    try:
+        found = ctypes.CDLL(str(_compiled()))
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
+        found.fodp_normals.restype = None
+        for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
+            recall.argtypes, recall.restype = [pointer, pointer, size, size, size, pointer, pointer, pointer], None
+        found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
+        found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
+        found.fodp_table_squares.restype = None
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+    return found if is_right(found) else None
+
+
+def _compiled() -> Path:
+    """The library's file in the cache folder of this user, for this source, compiler and processor."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("no C compiler")
+    cpu = "".join(sorted({line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line}))
+    identity = "\n".join([*SOURCES.values(), _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fodp"
+    path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            for name, text in SOURCES.items():
+                Path(scratch, name).write_text(text, encoding="utf-8")
+            result = Path(scratch, "kernels.so")
+            files = sorted(str(file) for file in Path(scratch).glob("*.c"))
+            command = [compiler, *_FLAGS.split(), *files, "-o", str(result), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            os.replace(result, path)  # at once: other processes may be doing the same
+    for owned in (folder, path):  # nobody else may have put it there
+        about = owned.stat()
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OSError(f"{owned} can be written by others")
+    return path
