@@ -4,11 +4,8 @@ Hypothesis makes the inputs. The truth that ε is held against is the privacy pr
 a run can cost no less than any one of its releases.
 """
 
-import contextlib
-import io
 import json
 import math
-import string
 import tempfile
 from pathlib import Path
 
@@ -22,34 +19,8 @@ from scipy import special
 import fodp
 from fodp import accounting
 from fodp.accounting import ACCOUNTANTS, Event, Phase
-from fodp.cli.main import main
 from fodp.methods import METHODS
-
-# ---- what a command may do -----------------------------------------------------------------------------------
-
-
-def run(*words: str) -> tuple[int, str, str]:
-    """Exit code and output of a command; whatever it raises is a traceback for the user and fails the test."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(list(words))
-    if code == 2:
-        line = err.getvalue().splitlines()[-1]  # warnings may stand before it
-        assert line.startswith("fodp: ")
-        assert len(line) > 20
-    else:
-        assert code == 0
-    return code, out.getvalue(), err.getvalue()
-
-
-ODD_NUMBERS = ["nan", "inf", "-inf", "0", "-0.0", "-1", "1", "1e400", "1e308", "-1e308", "1e-308", "5e-324", "1e30",
-               "1e-30", "0.9999999999999999", "1.0000000000000002", str(2**63), str(2**64), "1e5", "", "x", "0x1",
-               "1_0", "\u0661"]  # fmt: skip
-odd = st.sampled_from(ODD_NUMBERS)
-plain = st.floats(1e-3, 10).map(lambda value: f"{value:.4g}")
-mostly_plain = st.one_of(plain, plain, odd)
-text = st.text(string.printable, max_size=12)
-
+from odd_input_for_tests import mostly_plain, odd, plain, run, text
 
 # ---- accounting ----------------------------------------------------------------------------------------------
 
@@ -285,7 +256,24 @@ def finished():
         return {path.name: path.read_bytes() for path in Path(name, "r").iterdir()}
 
 
-WORDS = ["train", "epsilon", "export", "methods", "--json", "--set", "--resume", "--out", "--version", "-h", "--", "-"]
+WORDS = [
+    "train",
+    "epsilon",
+    "export",
+    "methods",
+    "audit",
+    "ledger",
+    "reproduce",
+    "report",
+    "--json",
+    "--set",
+    "--resume",
+    "--out",
+    "--version",
+    "-h",
+    "--",
+    "-",
+]
 
 
 @settings(max_examples=60)

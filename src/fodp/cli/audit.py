@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
-from fodp.cli import train
+from fodp._checks import PrivacyError
+from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,36 +23,21 @@ EPILOG = """examples:
 Exit code 0: consistent with the claim; 1: violation found; 2: something to mend in the command. "Consistent" is
 no proof. What an audit prints is computed from the data without noise: keep it as safe as the data."""
 
-_DEFAULTS: dict[str, Any] = {**train._DEFAULTS, "epochs": 10.0}
+_DEFAULTS: dict[str, Any] = dict(DEFAULTS, epochs=10.0)
+_OF_THE_ATTACK = ("run_folder", "attack", "trials", "canaries", "confidence", "seed")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp audit`."""
     add = parser.add_argument
     add("--run", metavar="DIR", dest="run_folder", help="audit the configuration of this run")
-    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100, svhn, or your own .npz")
-    add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
-    add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
-    add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
-    add("--lr", type=float, help="learning rate (default: the method's)")
-    add("--epochs", type=float, help="passes over the data, default 10")
-    add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon")
-    add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself, default 1")
-    add("--delta", type=float, help="default 1e-5")
-    add("--clip-norm", type=float, metavar="C", help="default 1")
-    add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
-    add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
-    add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
-    add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
-    add("--assume-size", type=int, metavar="N", help="public size of your own data")
-    add("--classes", type=int, metavar="N", help="public number of classes of your own data")
+    add_options(parser, epochs=_DEFAULTS["epochs"])
     add("--attack", action="append", metavar="NAME", help="mechanism, sampling, replay, one-run; default all")
     add("--trials", type=int, metavar="N", help="guesses per direction of the mechanism attack (default: by the noise)")
     add("--canaries", type=int, metavar="M", default=1000, help="canaries of the one-run attack, default 1000")
     add("--confidence", type=float, metavar="P", help="of the bounds; default 1 - 1e-6 for the whole audit")
     add("--seed", type=int, default=0, help="of masks, noise and canaries, default 0; an audit is always seeded")
     add("--out", metavar="DIR", help="write audit.json and audit.png there")
-    add("--threads", type=int, metavar="N", help="threads of PyTorch")
     add("--json", action="store_true", help="the last line on stdout is the report as JSON")
     add("--quiet", action="store_true", help="no progress bars")
 
@@ -60,38 +46,43 @@ def run(options: argparse.Namespace) -> int:
     """Attack, and say what was found."""
     config = _config(options)
     _checks.whole("--seed", options.seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
+    _checks.whole("--canaries", options.canaries)
+    if options.trials is not None:
+        _checks.whole("--trials", options.trials)
 
     import torch
 
     from fodp import audit
     from fodp.models import build, cross_entropy
 
-    if options.threads is not None:
-        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
-    splits = train._load(config, options)
-    plan = train._plan(config, splits)
+    use_threads(options)
+    splits = load_data(config, options)
+    plan = make_plan(config, splits)
     torch.manual_seed(options.seed)
     canaries = audit.random_canaries(splits.train, options.canaries, splits.card.classes, seed=options.seed)
-    given: dict[str, Any] = {"trials": options.trials, "seed": options.seed, "attacks": options.attack or audit.ATTACKS}
+    asked: dict[str, Any] = {"trials": options.trials, "seed": options.seed, "attacks": options.attack or audit.ATTACKS}
     if options.confidence is not None:
-        given["confidence"] = options.confidence
+        asked["confidence"] = options.confidence
     with _bars(options.quiet) as progress:
         report = audit.audit(
-            plan, build(config["model"], splits.card), cross_entropy, splits.train, canaries, progress=progress, **given
+            plan, build(config["model"], splits.card), cross_entropy, splits.train, canaries, progress=progress, **asked
         )
     _show(report, options)
     return report.exit_code
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    given = train._given(options)
+    said = given(options, apart=_OF_THE_ATTACK)
     if options.run_folder is not None:
         from fodp.training.folder import RunFolder
 
-        return {**_DEFAULTS, **RunFolder(options.run_folder).read_config(), "seed": options.seed}
-    if "target_epsilon" not in given:
-        given.setdefault("noise_multiplier", 1.0)
-    return {**_DEFAULTS, **given}
+        if said:
+            option = "--" + next(iter(said)).replace("_", "-")
+            raise PrivacyError(f"--run audits the configuration of that run: leave out {option}, or leave out --run")
+        said = RunFolder(options.run_folder).read_config()
+    elif "target_epsilon" not in said:
+        said.setdefault("noise_multiplier", 1.0)
+    return {**_DEFAULTS, **said, "seed": options.seed}
 
 
 @contextmanager
@@ -150,8 +141,6 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
 
 
 def _make(folder: Any) -> None:
-    from fodp._checks import PrivacyError
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -107,6 +107,8 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         _import(name)
     if options.challenge:
         _challenge(options, folder)
+    elif options.label or options.set or options.lr is not None:
+        raise PrivacyError("--label, --set and --lr belong to an added row: say which method with --challenge METHOD")
     protocol = fair.QUICK if options.quick else fair.FULL
     if options.seeds is not None:
         protocol = replace(protocol, seeds=protocol.seeds[: options.seeds])
@@ -119,7 +121,7 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _challenge(options: argparse.Namespace, folder: Path) -> "Row":
-    from fodp.cli.train import setting
+    from fodp.cli.job import setting
     from fodp.experiments import challengers
 
     params = dict(setting(item) for item in options.set)

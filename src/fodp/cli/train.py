@@ -1,9 +1,7 @@
 """`fodp train`: one private training run in one folder."""
 
 import argparse
-import ast
 import json
-import math
 import os
 import sys
 import time
@@ -12,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
-from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp.accounting import MOST_STEPS
+from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 from fodp.cli.ledger import parse_budget
 
 if TYPE_CHECKING:
-    from fodp.data import Splits
     from fodp.plan import Plan
 
 EPILOG = """examples:
@@ -29,10 +25,7 @@ EPILOG = """examples:
 With --target-epsilon alone the noise is calibrated to it; with --noise-multiplier as well, training stops
 before the target would be exceeded. Without --seed masks and noise come from the operating system's entropy."""
 
-_DEFAULTS: dict[str, Any] = dict(
-    dataset="digits", model="mlp", method="fo-dp-sgd", epochs=40.0, delta=1e-5, clip_norm=1.0, accountant="pld",
-    eval_every=1,
-)  # fmt: skip
+_DEFAULTS: dict[str, Any] = dict(DEFAULTS, epochs=40.0, eval_every=1)
 # The paper's protocol; an option given beside it wins.
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": dict(
@@ -41,52 +34,23 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 # What may be said anew when resuming; everything else belongs to the run.
-_NOT_OF_THE_RUN = {
-    "out",
-    "resume",
-    "json",
-    "quiet",
-    "data_dir",
-    "threads",
-    "run",
-    "command",
-    "preset",
-    "ledger",
-    "allow_changed_data",
-}
+_ANEW = ("resume", "preset", "ledger", "allow_changed_data")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp train`."""
     add = parser.add_argument
-    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100, svhn, or your own .npz")
-    add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
-    add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
-    add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
-    add("--lr", type=float, help="learning rate (default: the method's)")
-    add("--epochs", type=float, help="passes over the data, default 40; steps = round(epochs / q)")
-    add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")
-    add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself")
-    add("--delta", type=float, help="default 1e-5")
-    add("--clip-norm", type=float, metavar="C", help="default 1")
-    add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
-    add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
-    add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
+    add_options(parser, epochs=_DEFAULTS["epochs"])
     add("--preset", metavar="NAME", help="paper: the paper's protocol")
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
-    add("--exact-noise", action="store_true", default=None, help="no floating-point leaks; noise takes longer to draw")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (memory; changes nothing else)")
-    add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
-    add("--assume-size", type=int, metavar="N", help="public size of your own data")
-    add("--classes", type=int, metavar="N", help="public number of classes of your own data")
     add("--ledger", metavar="FILE", help="privacy ledger shared by many runs (default: one in the run folder)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
     add("--resume", action="store_true", help="go on with the run in --out")
-    add("--threads", type=int, metavar="N", help="threads of PyTorch")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
     add("--quiet", action="store_true", help="no progress bar")
 
@@ -106,10 +70,9 @@ def run(options: argparse.Namespace) -> int:
     from fodp.training.rehearsal import rehearse
     from fodp.training.trainer import Trainer
 
-    if options.threads is not None:
-        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
-    splits = _load(config, options)
-    plan = _plan(config, splits)
+    use_threads(options)
+    splits = load_data(config, options)
+    plan = make_plan(config, splits)
     # PyTorch takes 64 bits of a seed; the streams of masks and noise take all of it.
     torch.manual_seed(plan.seed % 2**64) if plan.seed is not None else torch.seed()
     model = build(config["model"], splits.card)
@@ -204,15 +167,15 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     """Defaults, then the preset, then what was given."""
-    given = _given(options)
+    said = given(options, apart=_ANEW)
     preset: dict[str, Any] = {}
     if options.preset is not None:
         if options.preset not in _PRESETS:
             raise PrivacyError(f"--preset must be one of {', '.join(_PRESETS)}; got {options.preset!r}")
         preset = dict(_PRESETS[options.preset])
-        if "target_epsilon" in given and "noise_multiplier" not in given:
+        if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = {**_DEFAULTS, **preset, **given}
+    config = {**_DEFAULTS, **preset, **said}
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
@@ -242,7 +205,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
         raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; the run is refused unless it is in there
-    for name, value in _given(options).items():
+    for name, value in given(options, apart=_ANEW).items():
         if stored.get(name) != value:
             option = "--" + name.replace("_", "-")
             raise PrivacyError(
@@ -250,80 +213,3 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
                 "resume, or start a new run in another folder"
             )
     return stored
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    given = {k: v for k, v in vars(options).items() if v is not None and k not in _NOT_OF_THE_RUN}
-    if "set" in given:
-        given["set"] = dict(setting(item) for item in given["set"])
-    return given
-
-
-def setting(item: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as Python reads it, else as text."""
-    name, equals, text = item.partition("=")
-    if not equals or not name:
-        raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
-    try:
-        return name.strip(), ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return name.strip(), text
-
-
-def _load(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
-    """The data; a method that scores its proposals gets a public held-out part of it."""
-    from fodp.data import CARDS, load
-    from fodp.methods import find
-    from fodp.models import wants_flat
-
-    words: dict[str, Any] = dict(
-        assume_size=config.get("assume_size"),
-        classes=config.get("classes"),
-        flatten=wants_flat(config["model"]),
-        progress=not options.quiet,
-    )
-    splits = load(config["dataset"], options.data_dir, **words)
-    if not find(config["method"]).proposes or len(splits.validation):
-        return splits
-    if config["dataset"] not in CARDS:
-        raise PrivacyError(
-            f"{config['method']} scores proposals on a public held-out split, which your own data does not have: "
-            "use another method, or fodp.Trainer with public_score"
-        )
-    # A sixth of the data is declared public and held out, and the public card says so.
-    return load(config["dataset"], options.data_dir, train_size=splits.card.train_size * 5 // 6, **words)
-
-
-def _plan(config: dict[str, Any], splits: "Splits") -> "Plan":
-    from fodp.plan import Plan
-
-    card = splits.card
-    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
-    params = dict(config.get("set", {}))
-    if "lr" in config:
-        params["lr"] = config["lr"]
-    public: dict[str, Any] = dict(
-        sampling_rate=rate,
-        steps=_steps(config["epochs"], rate),
-        lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
-        clip_norm=config["clip_norm"],
-        delta=config["delta"],
-        method=config["method"],
-        params=params,
-        accountant=config["accountant"],
-        seed=config.get("seed"),
-        exact_noise=config.get("exact_noise", False),
-    )
-    if config.get("noise_multiplier") is None:
-        return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
-    plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
-    if not math.isfinite(plan.epsilon()):
-        raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
-    return plan
-
-
-def _steps(epochs: Any, rate: float) -> int:
-    steps = _checks.positive("--epochs", epochs) / rate
-    if steps > MOST_STEPS:
-        raise PrivacyError(f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
-    return max(1, round(steps))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,14 @@ from fodp._checks import PrivacyError
 
 
 class Records:
-    """The runs in one file. A line cut short by a crash is passed over and closed off before the next."""
+    """The runs in one file. A line cut short by a crash is passed over and closed off before the next.
 
-    def __init__(self, path: str | Path):
+    A whole line that lacks one of `fields` was not written by us, and is refused.
+    """
+
+    def __init__(self, path: str | Path, fields: Sequence[str] = ()):
         self.path = Path(path)
+        self._fields = fields
         self._found: dict[str, dict[str, Any]] = {}
         for record in self._read():
             self._found[record["key"]] = record
@@ -48,13 +52,20 @@ class Records:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
             raise PrivacyError(f"the records {self.path} cannot be read ({error})") from None
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
             except ValueError:
                 continue  # cut short by a crash; that run is computed again
-            if isinstance(record, dict) and "key" in record:
-                yield record
+            if not isinstance(record, dict) or "key" not in record:
+                continue
+            missing = [field for field in self._fields if field not in record]
+            if missing:
+                raise PrivacyError(
+                    f"line {number} of the records {self.path} lacks {missing[0]!r}: take it out, "
+                    "and `fodp reproduce` computes that run again"
+                )
+            yield record
 
 
 def _ends_line(file: Any) -> bool:

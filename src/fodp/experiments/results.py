@@ -19,6 +19,7 @@ from fodp.experiments.spec import RunSpec
 
 Record = dict[str, Any]
 BySeed = dict[int, float]
+_FIELDS = ("run", "seed", "final_accuracy", "best_accuracy", "final_loss", "final_epsilon", "curve", "code", "at")
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,9 @@ class Results:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.paper, self.fair_records = Records(self.folder / "paper.jsonl"), Records(self.folder / "fair.jsonl")
-        self.runtime = {r["label"]: r for r in Records(self.folder / "runtime.jsonl")}
+        self.paper = Records(self.folder / "paper.jsonl", _FIELDS)
+        self.fair_records = Records(self.folder / "fair.jsonl", _FIELDS)
+        self.runtime = {r["label"]: r for r in Records(self.folder / "runtime.jsonl", ("label", "turns", "code", "at"))}
         self.quick = not self._any(lambda spec: spec) and self._any(quick)
         self.fair = fair.Comparison(challengers.rows(self.folder), self.fair_records)
         as_quick = fair.Comparison(challengers.rows(self.folder), self.fair_records, fair.QUICK)

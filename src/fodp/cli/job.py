@@ -1,0 +1,131 @@
+"""What `train` and `audit` share: the options that say which run, and the data and the plan they stand for."""
+
+import argparse
+import ast
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.accounting import MOST_STEPS
+
+if TYPE_CHECKING:
+    from fodp.data import Splits
+    from fodp.plan import Plan
+
+DEFAULTS: dict[str, Any] = dict(
+    dataset="digits", model="mlp", method="fo-dp-sgd", delta=1e-5, clip_norm=1.0, accountant="pld"
+)
+
+_OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads")
+
+
+def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
+    """The options. None has a default here, so that what the user said can be told from what was left open."""
+    add = parser.add_argument
+    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100, svhn, or your own .npz")
+    add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
+    add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
+    add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
+    add("--lr", type=float, help="learning rate (default: the method's)")
+    add("--epochs", type=float, help=f"passes over the data, default {epochs:g}; steps = round(epochs / q)")
+    add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")
+    add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself")
+    add("--delta", type=float, help="default 1e-5")
+    add("--clip-norm", type=float, metavar="C", help="default 1")
+    add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
+    add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
+    add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
+    add("--exact-noise", action="store_true", default=None, help="no floating-point leaks; noise takes longer to draw")
+    add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
+    add("--assume-size", type=int, metavar="N", help="public size of your own data")
+    add("--classes", type=int, metavar="N", help="public number of classes of your own data")
+    add("--threads", type=int, metavar="N", help="threads of PyTorch")
+
+
+def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]:
+    """What the user said about the run, without what is about this command alone; `apart` are more such options."""
+    said = {k: v for k, v in vars(options).items() if v is not None and k not in _OF_THE_COMMAND and k not in apart}
+    if "set" in said:
+        said["set"] = dict(setting(item) for item in said["set"])
+    return said
+
+
+def use_threads(options: argparse.Namespace) -> None:
+    """Give PyTorch the threads that were asked for."""
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
+
+
+def setting(item: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as Python reads it, else as text."""
+    name, equals, text = item.partition("=")
+    if not equals or not name:
+        raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
+    try:
+        return name.strip(), ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name.strip(), text
+
+
+def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
+    """The data; a method that scores its proposals gets a public held-out part of it."""
+    from fodp.data import CARDS, load
+    from fodp.methods import find
+    from fodp.models import wants_flat
+
+    words: dict[str, Any] = dict(
+        assume_size=config.get("assume_size"),
+        classes=config.get("classes"),
+        flatten=wants_flat(config["model"]),
+        progress=not options.quiet,
+    )
+    splits = load(config["dataset"], options.data_dir, **words)
+    if not find(config["method"]).proposes or len(splits.validation):
+        return splits
+    if config["dataset"] not in CARDS:
+        raise PrivacyError(
+            f"{config['method']} scores proposals on a public held-out split, which your own data does not have: "
+            "use another method, or fodp.Trainer with public_score"
+        )
+    # A sixth of the data is declared public and held out, and the public card says so.
+    return load(config["dataset"], options.data_dir, train_size=splits.card.train_size * 5 // 6, **words)
+
+
+def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
+    """The plan of a configuration, calibrated if it names a target and no noise."""
+    from fodp.plan import Plan
+
+    card = splits.card
+    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
+    params = dict(config.get("set", {}))
+    if "lr" in config:
+        params["lr"] = config["lr"]
+    public: dict[str, Any] = dict(
+        sampling_rate=rate,
+        steps=_steps(config["epochs"], rate),
+        lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
+        clip_norm=config["clip_norm"],
+        delta=config["delta"],
+        method=config["method"],
+        params=params,
+        accountant=config["accountant"],
+        seed=config.get("seed"),
+        exact_noise=config.get("exact_noise", False),
+    )
+    if config.get("noise_multiplier") is None:
+        return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
+    plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
+    if not math.isfinite(plan.epsilon()):
+        raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
+    return plan
+
+
+def _steps(epochs: Any, rate: float) -> int:
+    steps = _checks.positive("--epochs", epochs) / rate
+    if steps > MOST_STEPS:
+        raise PrivacyError(f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
+    return max(1, round(steps))
