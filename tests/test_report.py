@@ -326,7 +326,6 @@ def test_a_table_without_runs_is_a_table(tmp_path):
     assert "no runs recorded" in tables.of(Results(tmp_path), RUNTIME)[0].markdown()
 
 
-@pytest.mark.skipif(not (COMMITTED / "paper.jsonl").exists(), reason="no full run is committed under results/ yet")
 def test_committed_texts_are_what_the_committed_records_give():
     results = Results(COMMITTED)
     for name, text in texts(results, charts.draw(results)).items():

@@ -54,6 +54,10 @@ def private(workload: Workload, method: str, seed: int | None, params: dict[str,
     )
     data = TensorDataset(*workload.data())
     held_out = data[: workload.batch]
-    score = lambda: cross_entropy(model, held_out).mean().item()  # noqa: E731  # for methods that ask for public data
+
+    def score() -> float:
+        """For methods that ask for public data."""
+        return cross_entropy(model, held_out).mean().item()
+
     trainer = Trainer(model, cross_entropy, data, plan, public_score=score)
     return trainer._one_step, size_of(model)
