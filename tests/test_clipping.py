@@ -744,6 +744,24 @@ def test_micro_batches_change_nothing(name: str, engine: str, dtype: torch.dtype
 
 
 @pytest.mark.rule(9)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("at_once", "passes"), [(0, [1] * 6), (1, [1] * 6), (4, [4, 2]), (6, [6]), (99, [6])])
+def test_a_lot_that_would_record_too_much_goes_through_in_parts(monkeypatch, at_once, passes, copies) -> None:
+    from fodp.clipping import engine as module
+
+    model, x = mlp(), vectors(6 * copies)
+    own, sizes = Engine(model, probe), []
+    per_row = sum(layer.in_features + layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
+    monkeypatch.setattr(module, "_RECORDED_AT_ONCE", at_once * copies * per_row)
+    assert own.most_rows(x) == max(1, at_once * copies)
+    original = own._uses
+    monkeypatch.setattr(own, "_uses", lambda batch, *more: sizes.append(len(batch) // copies) or original(batch, *more))
+    truth = gradients_by_hand(model, probe, x).unflatten(0, (6, copies)).mean(1)
+    assert_close(Gradients(own, x, copies=copies).clipped_sum(0.3).value, clipped(truth, 0.3).sum(0), 0.3)
+    assert sizes == passes
+
+
+@pytest.mark.rule(9)
 def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from fodp.clipping import gradients as module
 

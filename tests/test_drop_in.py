@@ -200,6 +200,19 @@ def test_an_empty_lot_is_a_noise_only_step(kind, reduction):
     assert flat(model).isfinite().all()
 
 
+@pytest.mark.rule(9)
+def test_a_lot_that_the_engine_would_split_is_taken_as_recorded(monkeypatch):
+    """The owner's one pass has recorded all of it; counting it once per part would multiply the sum."""
+    monkeypatch.setattr("fodp.clipping.engine._RECORDED_AT_ONCE", 1)
+    model, data = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = make_private(model, optimizer, data, plan())
+    for batch in loader:
+        advance(model, optimizer, batch)
+    expected = reference("mlp", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), plan())
+    assert torch.allclose(flat(model), expected, atol=1e-6)
+
+
 @pytest.mark.rule(2)
 def test_small_lots_give_the_same_run_too():
     """Most lots of this run have no example or one."""

@@ -87,6 +87,20 @@ def test_a_seeded_run_resumes_bit_for_bit_at_any_step(tmp_path, stop, method, ki
 
 
 @pytest.mark.rule(11)
+def test_a_resumed_run_splits_its_lots_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("fodp.clipping.engine._RECORDED_AT_ONCE", 100)
+    whole, first = trainer(), trainer(callbacks=[StopAt(7), Checkpoint(tmp_path / "c.pt")])
+    whole.fit()
+    first.fit()
+    monkeypatch.undo()
+    second = trainer()
+    second.resume(tmp_path / "c.pt")
+    second.fit()
+    assert second.run.engine.rows_at_once == first.run.engine.rows_at_once < 10
+    assert torch.equal(weights(second.model), weights(whole.model))
+
+
+@pytest.mark.rule(11)
 def test_a_secure_run_that_lost_steps_ends_early_and_says_so(tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
     first = trainer(the_plan=plan(seed=None), ledger=ledger, callbacks=[StopAt(10)])

@@ -12,7 +12,8 @@ from fodp import _checks, exact, kernels, mechanism
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
-from fodp.clipping.engine import HERE, Batch, Engine, LossFunction, Points, repeat
+from fodp.clipping.batches import Batch, repeat
+from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.filters import Filter
 from fodp.mechanism import Query
@@ -181,12 +182,14 @@ class Run:
             "filter": self.filter.state_dict(),
             "clip_norm": clip,
             "kernels": kernels.library() is not None,
+            "rows_at_once": self.engine.rows_at_once,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
+        self.engine.rows_at_once = state.get("rows_at_once")  # another split of a lot has other last bits
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])
         if self.plan.seed is not None and state["kernels"] != (kernels.library() is not None):

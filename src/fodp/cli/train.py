@@ -44,7 +44,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--preset", metavar="NAME", help="paper: the paper's protocol")
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
-    add("--microbatch", type=int, metavar="N", help="examples in flight at a time (memory; changes nothing else)")
+    add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
     add("--ledger", metavar="FILE", help="privacy ledger shared by many runs (default: one in the run folder)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")

@@ -1,6 +1,7 @@
 """Per-example gradients and what may be asked about them; knows models and bounds, not noise or ε."""
 
-from fodp.clipping.engine import Batch, Engine, LossFunction
+from fodp.clipping.batches import Batch
+from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.findings import Finding, check
 from fodp.clipping.gradients import FLOAT_TOLERANCE, Gradients, clipped_sum
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fodp.clipping.engine import Batch, Engine, batch_size, take
+from fodp.clipping.batches import Batch, batch_size, take
+from fodp.clipping.engine import Engine
 from fodp.clipping.uses import CHUNK_ENTRIES
 
 

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from fodp._checks import PrivacyError
 from fodp.clipping import fallback
+from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.combine import merged, scaled
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
@@ -29,8 +30,6 @@ from fodp.clipping.rules import RULES
 from fodp.clipping.uses import Use
 from fodp.flat import Layout
 
-# A batch is whatever loss_fn understands: a tensor, or a tuple, list or dict of them, examples first.
-Batch = Any
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 # Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
 Points = Sequence[tuple[float, Tensor | None]]
@@ -40,6 +39,9 @@ HERE: Points = ((1.0, None),)
 _SELF_CHECK_TOLERANCE = 1e-3
 _SELF_CHECK_TOLERANCE_HALF = 3e-2  # gradients rounded to half precision
 _SELF_CHECK_PAIRS = 4
+# How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
+# of all layers at once, where ordinary training frees the ones while it makes the others.
+_RECORDED_AT_ONCE = 2**25
 
 
 @dataclass
@@ -77,22 +79,26 @@ class Engine:
         self._tolerance = _SELF_CHECK_TOLERANCE
         self._loop = method == "loop"
         self._checked = False
+        self.rows_at_once: int | None = None  # fixed by the first recorded batch
 
     def uses(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None] | None:
         """For each parameter its merged use in this batch; None when the loop must be taken instead."""
         rows = batch_size(batch)
         if self._loop or rows == 0:
             return None
-        if not self._checked:
-            if rows < 2:
-                return None  # too small to tell a wrong layout from a right one
-            self._self_check(batch, rows)
-            return self.uses(batch, points, copies) if self._checked else None
+        self._check_once(batch)
+        if not self._checked or self._loop:
+            return None
         try:
             return self._uses(batch, points, copies)
         except Unseparable as reason:
             self._take_loop(str(reason))
             return None
+
+    def most_rows(self, batch: Batch) -> int | None:
+        """How many rows of this batch may be recorded at once; None for all."""
+        self._check_once(batch)
+        return self.rows_at_once
 
     def example_gradients(self, batch: Batch, points: Points = HERE, copies: int = 1) -> Iterator[Tensor]:
         """The reference: each example's flat gradient, computed from that example alone."""
@@ -141,6 +147,11 @@ class Engine:
             for parameter, value in zip(self.layout.parameters, saved, strict=True):
                 parameter.data = value
 
+    def _check_once(self, batch: Batch) -> None:
+        rows = batch_size(batch)
+        if not self._checked and not self._loop and rows >= 2:  # one cannot tell a wrong layout from a right one
+            self._self_check(batch, rows)
+
     def _uses(self, batch: Batch, points: Points, copies: int) -> list[Use | None]:
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         with torch.no_grad():
@@ -162,6 +173,8 @@ class Engine:
         finally:
             handle.remove()
         edges = [edge for call in calls for _, edge, _ in call.outputs]
+        if self.rows_at_once is None:
+            self._weigh(calls, count)
         gradients = iter(_backward(losses, edges) if edges else ())
         for call in calls:
             found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
@@ -173,6 +186,12 @@ class Engine:
             for name, use in self._uses_of(call, back, count).items():
                 if name in call.parameters:
                     yield id(call.parameters[name]), use
+
+    def _weigh(self, calls: list[_Call], count: int) -> None:
+        """From what this batch records follows how large a part of a lot may be."""
+        inputs = sum(tensor.numel() for call in calls for tensor in call.args if isinstance(tensor, Tensor))
+        outputs = sum(shape.numel() for call in calls for _, _, shape in call.outputs)
+        self.rows_at_once = max(1, _RECORDED_AT_ONCE * count // max(1, inputs + outputs))
 
     def _note(
         self, calls: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -289,48 +308,3 @@ def _backward(losses: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> tuple[
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     return [a._version for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_inference()]
-
-
-def batch_size(batch: Batch) -> int:
-    """How many rows a batch has: the common first dimension of its tensors."""
-    if type(batch) is tuple and all(type(part) is Tensor and part.dim() for part in batch):
-        usual = {part.shape[0] for part in batch}  # without the recursion
-        if len(usual) == 1:
-            return usual.pop()
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _batch_tensors(batch)}
-    if len(sizes) != 1 or None in sizes:
-        raise PrivacyError("a batch is tensors (or a tuple, list or dict of them) with examples in the first dimension")
-    return int(sizes.pop() or 0)
-
-
-def take(batch: Batch, rows: slice | Tensor) -> Batch:
-    """Some rows of a batch, a slice as views."""
-    if isinstance(batch, Tensor):
-        return batch[rows]
-    if isinstance(batch, dict):
-        return {name: take(part, rows) for name, part in batch.items()}
-    return type(batch)([take(part, rows) for part in batch])
-
-
-def repeat(batch: Batch, copies: int) -> Batch:
-    """Every row `copies` times, side by side."""
-    if copies == 1:
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.repeat_interleave(copies, 0)
-    if isinstance(batch, dict):
-        return {name: repeat(part, copies) for name, part in batch.items()}
-    return type(batch)([repeat(part, copies) for part in batch])
-
-
-def _batch_tensors(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            yield from _batch_tensors(part)
-    elif type(batch) in (tuple, list):
-        for part in batch:
-            yield from _batch_tensors(part)
-    else:
-        raise PrivacyError(f"a batch holds tensors, tuples, lists and dicts, not {type(batch).__name__}")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clipping.ascent import ascended_gradients
-from fodp.clipping.engine import HERE, Batch, Engine, LossFunction, Points, batch_size, take
+from fodp.clipping.batches import Batch, batch_size, take
+from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.uses import CHUNK_ENTRIES, Dense, Use
 from fodp.mechanism import Query
 
@@ -29,7 +30,8 @@ class Gradients:
     """The gradients of one lot at given points; private, so only queries leave it.
 
     `copies` consecutive rows of the batch are augmented copies of one example (its gradient is
-    their mean). `microbatch` bounds how many examples are in flight and changes nothing else.
+    their mean). `microbatch` bounds how many examples are in flight and changes nothing else;
+    by default the engine chooses, so that what it records stays small.
     `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
     """
 
@@ -114,15 +116,22 @@ class Gradients:
         examples = rows // self.copies
         if examples * self.copies != rows:
             raise PrivacyError(f"{rows} rows are not {self.copies} copies of each example")
-        if self.microbatch is None or self.microbatch >= examples:
+        at_once = self._at_once(examples)
+        if at_once >= examples:
             for part in self._measure(self.batch, examples) if examples else ():
                 if part.complete:
                     self._kept.append(part)
                 yield part
             return
-        for start in range(0, examples, self.microbatch):
-            stop = min(start + self.microbatch, examples)
+        for start in range(0, examples, at_once):
+            stop = min(start + at_once, examples)
             yield from self._measure(take(self.batch, slice(start * self.copies, stop * self.copies)), stop - start)
+
+    def _at_once(self, examples: int) -> int:
+        if self.microbatch is not None:
+            return self.microbatch
+        rows = self.engine.most_rows(self.batch) if examples else None
+        return examples if rows is None else max(1, rows // self.copies)
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fodp._checks import PrivacyError
+from fodp.clipping.batches import Batch, batch_size
 from fodp.clipping.combine import merged
-from fodp.clipping.engine import _SELF_CHECK_TOLERANCE_HALF, HERE, Batch, Engine, Points, _Call, _versions, batch_size
+from fodp.clipping.engine import _SELF_CHECK_TOLERANCE_HALF, HERE, Engine, Points, _Call, _versions
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.rules import RULES
@@ -67,6 +68,10 @@ class Recorder(Engine):
                 if name in call.parameters:
                     by_parameter[id(call.parameters[name])].append(use)
         return [merged(uses) if uses else None for uses in by_parameter.values()]
+
+    def most_rows(self, batch: Batch) -> int | None:
+        """All: the owner's passes have recorded the whole lot."""
+        return None
 
     def refuse_incomplete(self) -> None:
         """Raise unless one forward and one backward pass of exactly this lot were recorded and understood."""

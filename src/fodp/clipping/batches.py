@@ -1,0 +1,55 @@
+"""Batches: whatever loss_fn understands, a tensor or a tuple, list or dict of them, examples first."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fodp._checks import PrivacyError
+
+Batch = Any
+
+
+def batch_size(batch: Batch) -> int:
+    """How many rows a batch has: the common first dimension of its tensors."""
+    if type(batch) is tuple and all(type(part) is Tensor and part.dim() for part in batch):
+        usual = {part.shape[0] for part in batch}  # without the recursion
+        if len(usual) == 1:
+            return usual.pop()
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _batch_tensors(batch)}
+    if len(sizes) != 1 or None in sizes:
+        raise PrivacyError("a batch is tensors (or a tuple, list or dict of them) with examples in the first dimension")
+    return int(sizes.pop() or 0)
+
+
+def take(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Some rows of a batch, a slice as views."""
+    if isinstance(batch, Tensor):
+        return batch[rows]
+    if isinstance(batch, dict):
+        return {name: take(part, rows) for name, part in batch.items()}
+    return type(batch)([take(part, rows) for part in batch])
+
+
+def repeat(batch: Batch, copies: int) -> Batch:
+    """Every row `copies` times, side by side."""
+    if copies == 1:
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.repeat_interleave(copies, 0)
+    if isinstance(batch, dict):
+        return {name: repeat(part, copies) for name, part in batch.items()}
+    return type(batch)([repeat(part, copies) for part in batch])
+
+
+def _batch_tensors(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for part in batch.values():
+            yield from _batch_tensors(part)
+    elif type(batch) in (tuple, list):
+        for part in batch:
+            yield from _batch_tensors(part)
+    else:
+        raise PrivacyError(f"a batch holds tensors, tuples, lists and dicts, not {type(batch).__name__}")
