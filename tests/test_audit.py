@@ -1,5 +1,6 @@
 """Audits accuse every planted mistake and no correct method; their bounds are bounds."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -44,6 +45,16 @@ def test_no_correct_method_is_accused(method):
     for finding in attacks(plan(method)):
         assert finding.consistent, finding.faults[:3]
         assert finding.epsilon_lower is None or finding.epsilon_lower <= finding.epsilon_claimed
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd"])
+def test_exact_noise_is_not_accused_and_its_bound_is_as_tight(method):
+    exact = dataclasses.replace(plan(method), exact_noise=True)
+    findings = list(attacks(exact))
+    assert all(finding.consistent for finding in findings), [finding.faults[:3] for finding in findings]
+    ordinary = next(f for f in attacks(plan(method)) if f.attack == "mechanism")
+    found = next(f for f in findings if f.attack == "mechanism")
+    assert found.epsilon_lower == pytest.approx(ordinary.epsilon_lower, rel=0.25)  # few trials
 
 
 @pytest.mark.rule(2)
