@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fodp import accounting
 from fodp.experiments import challengers, fair
-from fodp.experiments.catalog import EXPERIMENTS, Experiment, quick
+from fodp.experiments.catalog import EXPERIMENTS, SEEDS, Experiment, quick
 from fodp.experiments.comparison import Contender, compare
 from fodp.experiments.records import Records
 from fodp.experiments.spec import RunSpec
@@ -137,7 +137,8 @@ class Results:
         found = []
         for row in experiment.rows:
             spec = quick(row.spec) if self.quick else row.spec
-            records = {seed: self.paper.get(spec.with_(seed=seed).key) for seed in range(experiment.seeds)}
+            seeds = range(max(experiment.seeds, SEEDS))  # what another experiment asked for more often counts here too
+            records = {seed: self.paper.get(spec.with_(seed=seed).key) for seed in seeds}
             found.append(Line(row.panel, row.label, spec, {s: r for s, r in records.items() if r is not None}))
         return found
 
@@ -156,8 +157,8 @@ class Results:
 
     def missing(self, experiment: str) -> tuple[int, int]:
         """How many runs of an experiment are recorded, and how many there should be."""
-        lines = self.lines[experiment]
-        return sum(len(line.records) for line in lines), len(lines) * EXPERIMENTS[experiment].seeds
+        lines, seeds = self.lines[experiment], EXPERIMENTS[experiment].seeds
+        return sum(sum(seed < seeds for seed in line.records) for line in lines), len(lines) * seeds
 
     def used(self) -> Sequence[Record]:
         """All records that the report reads."""
