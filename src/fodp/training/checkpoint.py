@@ -3,7 +3,7 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import fodp
 from fodp._checks import PrivacyError
 from fodp.ledger.store import sync_folder
+from fodp.plan import Plan
 
 FORMAT = 2
 
@@ -74,6 +75,25 @@ def refuse_other_version(made_with: dict[str, str], seeded: bool) -> None:
                 f"the checkpoint was written with {name} {made_with.get(name)}, this is {mine[name]}: go on with the "
                 "version that wrote it, or start a new run"
             )
+
+
+def refuse_other_plan(saved: dict[str, Any], plan: Plan) -> None:
+    """A run goes on under its own plan, whose ε it has promised."""
+    mine = {**plan.to_dict(), "params": dict(plan.params)}
+    different = sorted(key for key in mine if _plain(mine[key]) != _plain(saved.get(key)))
+    if different:
+        key = different[0]
+        raise PrivacyError(
+            f"the checkpoint belongs to another plan: {key} was {saved.get(key)!r}, now {mine[key]!r}; "
+            "resume with the settings of the run, or start a new one"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and lists alike, so that a plan read from a file equals the one it came from."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def digest(content: Any) -> str:

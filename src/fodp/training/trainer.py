@@ -6,7 +6,7 @@ import signal
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from fodp.flat import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.run import Augment, Run
-from fodp.training import checkpoint
+from fodp.training import checkpoint, randomness
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.fitting import fitting_optimizer, steps_within
@@ -147,7 +147,7 @@ class Trainer:
         self._out_of_budget = False
         try:
             self._call("on_start")
-            with self._orderly_interrupt(), self._own_randomness():
+            with self._orderly_interrupt(), randomness.kept(self.plan.seed is not None):
                 if self._jumped_to_the_end:
                     self._jumped_to_the_end = False
                     self._call("on_epoch")
@@ -187,7 +187,8 @@ class Trainer:
         if self._account is not None and not self._account.covers(self.step):
             raise PrivacyError("the budget is spent")
         self.between_steps = False
-        self._seed_model_randomness()
+        if self.plan.seed is not None:
+            randomness.seed_model(self.run.streams.torch_seed(self.step, "model"))
         release = self.run.take_step()
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
@@ -200,25 +201,6 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.step()
         self.between_steps = True
-
-    def _seed_model_randomness(self) -> None:
-        """In seeded mode dropout and augmentation draw from a stream of their own, the same after a resume."""
-        if self.plan.seed is None:
-            return
-        seed = self.run.streams.torch_seed(self.step, "model")
-        # torch.manual_seed would also queue a call, with its stack trace, for devices that are not in use.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
-
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Afterwards the caller's random state is as it was."""
-        if self.plan.seed is None:
-            yield
-            return
-        with torch.random.fork_rng() if torch.cuda.is_initialized() else torch.random.fork_rng(devices=[]):
-            yield
 
     @contextmanager
     def _orderly_interrupt(self) -> Iterator[None]:
@@ -292,7 +274,7 @@ class Trainer:
         A run that another process still holds goes on here and stops there.
         """
         saved = checkpoint.load(Path(path), self.run.engine.layout.device)
-        self._refuse_other_plan(saved["plan"])
+        checkpoint.refuse_other_plan(saved["plan"], self.plan)
         checkpoint.refuse_other_version(saved["made_with"], self.plan.seed is not None)
         self._refuse_other_ledger(saved)
         if (saved["scheduler"] is None) != (self.scheduler is None):
@@ -340,20 +322,3 @@ class Trainer:
                 "train and resume with ledger=fodp.Ledger(file)"
                 + ("" if saved["ledger"] is not None else ", or use a seed for research")
             )
-
-    def _refuse_other_plan(self, saved: dict[str, Any]) -> None:
-        mine = {**self.plan.to_dict(), "params": dict(self.plan.params)}
-        different = sorted(key for key in mine if _plain(mine[key]) != _plain(saved.get(key)))
-        if different:
-            key = different[0]
-            raise PrivacyError(
-                f"the checkpoint belongs to another plan: {key} was {saved.get(key)!r}, now {mine[key]!r}; "
-                "resume with the settings of the run, or start a new one"
-            )
-
-
-def _plain(value: Any) -> Any:
-    """Tuples and lists alike, so that a plan read from a file equals the one it came from."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
