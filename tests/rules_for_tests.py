@@ -130,6 +130,13 @@ def kalman(world, p):
     return direction
 
 
+def by_blocks(world, p):
+    """Each layer's gradient times min(1, w/inputs): once √ before, once after what would be clipping."""
+    shapes = [q.shape for q in world.model.parameters()]
+    factors = torch.cat([torch.full((s.numel(),), min(1.0, p["width"] / math.prod(s[1:]))).double() for s in shapes])
+    return lambda theta: factors * world.total(theta)
+
+
 DIRECTIONS = {
     "dp-sgd": plain,
     "fo-dp-sgd": feedback,
@@ -147,6 +154,7 @@ DIRECTIONS = {
     "sa-dpsgd": plain,
     "doppler": plain,
     "disk": kalman,
+    "block-dp-sgd": by_blocks,
 }
 
 

@@ -99,6 +99,8 @@ SETTINGS = [
     ("disk", dict(kappa=0.5, gamma=0.7)),  # c > 1
     ("disk", dict(kappa=0.3, gamma=0.7 / 0.3)),  # c = 1: one gradient only
     ("doppler", dict(filter_a=(-0.6,), filter_b=(0.5, -0.1))),
+    ("block-dp-sgd", dict(width=2.0)),
+    ("block-dp-sgd", dict(width=6.0, update="adamwbc", lr=0.02)),
 ]
 DETERMINISTIC = [name for name in NAMES if DIRECTIONS.get(name, "missing") is not None]
 CASES = [(name, params) for name in DETERMINISTIC for params in SMOOTHING] + SETTINGS
@@ -207,6 +209,7 @@ BASES = [
         {},
     ),
     ("sa-dpsgd", dict(patience=0), "dp-sgd", {}),
+    ("block-dp-sgd", dict(width=8.0), "dp-sgd", {}),
     ("sa-dpsgd", dict(k=0.0), "dp-sgd", {}),
 ]
 
@@ -227,6 +230,7 @@ def test_a_degenerate_setting_is_its_base_to_the_last_bit(method, params, base, 
         ("dp-sat", dict(rho=0.1), "dp-sgd"),
         ("dp-sam", dict(rho=0.1), "dp-sgd"),
         ("disk", dict(kappa=0.9), "dp-sgd"),
+        ("block-dp-sgd", dict(width=7.0), "dp-sgd"),
         ("adp-adamw", dict(decay=0.9), "dp-adamw"),
         ("sa-dpsgd", dict(k=1e9, lr=5.0), "dp-sgd"),
         ("dp-adambc", dict(lr=0.01), "dp-adam"),
@@ -258,6 +262,8 @@ def test_deleting_an_example_moves_queries_within_their_bounds_and_nothing_else(
         ("fo-dp-sgd", dict(beta=((0, 1.0), (3, 0.3)))),
         ("sa-dpsgd", dict(k=1e9, lr=5.0)),
         ("dp-is", dict(normaliser_noise=0.1)),
+        ("block-dp-sgd", dict(width=0.1)),
+        ("block-dp-sgd", dict(width=2.0, **QUANTILE)),
         *COMPACT,
         *SCORED_COMPACT,
     ],
@@ -561,6 +567,19 @@ def test_adambc_is_told_the_variance_of_the_noise_that_it_gets(method, smoothing
     assert sum(got[:8]) / sum(told[:8]) == pytest.approx(1.0, abs=0.3)  # also at the start
 
 
+def test_adambc_is_told_the_share_of_each_block():
+    params = dict(width=2.0, update="adambc", lr=1e-9)
+    training = trainer(plan("block-dp-sgd", params, sampling_rate=1e-9, steps=200), dataset=data(3))
+    squares = torch.zeros(4, dtype=torch.float64)
+    for _ in range(200):
+        training._one_step()
+        squares += torch.stack([p.grad.square().mean() for p in training.model.parameters()]) / 200
+    (group,) = training.optimizer.param_groups
+    assert group["noise_shares"] == pytest.approx([2 / 5, 1, 2 / 8, 1])
+    told = group["noise_variance"] * torch.tensor(group["noise_shares"], dtype=torch.float64)
+    torch.testing.assert_close(squares, told, rtol=0.2, atol=0)
+
+
 @pytest.mark.parametrize("smoothing", SMOOTHING[1:], ids=["momentum", "doppler", "fractional"])
 @pytest.mark.parametrize("method", ["fo-dp-sgd", "fo-uniform", "fo-exponential", "post-fm-dp-sgd", "disk"])
 def test_adambc_is_refused_on_noise_that_is_filtered_twice(method, smoothing):
@@ -732,6 +751,7 @@ OUT_OF_RANGE = {
     "dp-is": [dict(refresh=249), dict(refresh=300.0), dict(rate_cap=0.0), dict(normaliser_noise=0.0)],
     "dp-sam": [dict(rho=-0.1), dict(ascent_noise=0.0), dict(variant="batch")],
     "dp-sat": [dict(rho=-0.1)],
+    "block-dp-sgd": [dict(width=0.0), dict(width=-1.0), dict(width="wide")],
     "disk": [dict(kappa=0.0), dict(kappa=1.1), dict(gamma=0.0)],
     "dp-adam-ac": [
         dict(up=0.9),

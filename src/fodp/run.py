@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,16 +106,26 @@ class Run:
         self._spent.append(None)
         return lot
 
-    def gradients(self, lot: Lot, at: Points = HERE, ascent: float = 0.0) -> Gradients:
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the model's trainable parameters, in their order in a flat vector."""
+        return tuple(parameter.shape for parameter in self.engine.layout.parameters)
+
+    def gradients(
+        self, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
+    ) -> Gradients:
         """The lot's per-example gradients at the model's parameters, or at points given by releases.
 
-        `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖ instead.
+        `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖ instead. `blocks` are public
+        factors, one per parameter, that scale its part of every gradient.
         """
         place = self._place(lot)
         batch = repeat(self._fetcher.fetch(lot.indices), self._copies)
         if self._augment is not None:
             batch = self._augment(batch)
         asked = Gradients(self.engine, batch, at, self._copies, self._microbatch, lot, ascent=ascent)
+        if blocks is not None:
+            asked = asked.scaled(blocks)
         self._asked[place] = asked
         return asked
 

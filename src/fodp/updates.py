@@ -37,8 +37,9 @@ class AdamBC(torch.optim.Optimizer):
 
     θ ← θ - lr·m̂ / √max(v̂ - Φ̂, floor·Φ̂), with decoupled weight decay if asked for. Φ̂ is the bias-corrected
     average, with the same β₂, of the group's `noise_variance`, which a run sets before every step from
-    public numbers (σC/L)². The published floor γ' is an absolute number; ours is a fraction of Φ̂, since v̂ - Φ̂
-    fluctuates by 3% of Φ on pure noise at β₂ = .999.
+    public numbers (σC/L)²; `noise_shares` says what share of it the noise of each parameter has, if not all.
+    The published floor γ' is an absolute number; ours is a fraction of Φ̂, since v̂ - Φ̂ fluctuates by 3% of Φ on
+    pure noise at β₂ = .999.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class AdamBC(torch.optim.Optimizer):
             seen = group.get("noise_average", 0.0)
             group["noise_average"] = second * seen + (1 - second) * group["noise_variance"]
             noise = group["noise_average"] / (1 - second**steps)
-            floor = max(group["floor"] * noise, 1e-16)
-            for parameter in group["params"]:
+            shares = group.get("noise_shares") or [1.0] * len(group["params"])
+            for parameter, share in zip(group["params"], shares, strict=True):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
@@ -71,6 +72,7 @@ class AdamBC(torch.optim.Optimizer):
                     state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 state["m"].lerp_(parameter.grad, 1 - first)
                 state["v"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
-                scale = (state["v"] / (1 - second**steps)).sub_(noise).clamp_(min=floor).sqrt_()
+                scale = (state["v"] / (1 - second**steps)).sub_(share * noise)
+                scale.clamp_(min=max(group["floor"] * share * noise, 1e-16)).sqrt_()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.addcdiv_(state["m"], scale, value=-group["lr"] / (1 - first**steps))

@@ -114,6 +114,7 @@ ROWS: tuple[Row, ...] = (
     Row("DP-SAM", "dp-sam", own="rho", values=(0.02, 0.1)),
     Row("DP-SAT", "dp-sat", own="rho", values=(0.01, 0.1)),
     Row("SA-DPSGD", "sa-dpsgd", own="k", values=(3.0, 30.0)),
+    Row("Block-DP-SGD", "block-dp-sgd", own="width", values=(16.0, 4.0)),
     Row("DP-Adam", "dp-adam", rates=ADAM_RATES, own="beta2", values=(0.99, 0.9)),
     Row("DP-AdamBC", "dp-adambc", rates=ADAM_RATES, own="bc_floor", values=(0.01, 0.1)),
     Row("DP-AdamW", "dp-adamw", rates=ADAM_RATES, own="weight_decay", values=(0.001, 0.1)),

@@ -7,6 +7,7 @@ from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.methods.adp_adamw import ADPAdamW
 from fodp.methods.base import CommonParams, Method
+from fodp.methods.block_dp_sgd import BlockDPSGD
 from fodp.methods.disk import DiSK
 from fodp.methods.doppler import Doppler
 from fodp.methods.dp_adam import DPAdam
@@ -42,6 +43,7 @@ METHODS: dict[str, type[Method]] = {
         SADPSGD,
         Doppler,
         DiSK,
+        BlockDPSGD,
     )
 }
 

@@ -148,8 +148,14 @@ class Steps(Protocol):
     def draw(self, rate: float | None = None, name: str = "") -> "Lot":
         """A fresh Poisson lot; `name` keeps the randomness of several lots of one step apart."""
 
-    def gradients(self, lot: "Lot", at: "Points" = ..., ascent: float = 0.0) -> "Gradients":
-        """The lot's per-example gradients, as questions that may be asked."""
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]:
+        """The shapes of the model's trainable parameters, in their order in a flat vector."""
+
+    def gradients(
+        self, lot: "Lot", at: "Points" = ..., ascent: float = 0.0, blocks: Sequence[float] | None = None
+    ) -> "Gradients":
+        """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
 
     def release(self, lot: "Lot", query: "Query", std: float) -> Tensor:
         """The query plus noise, charged to the lot."""

@@ -7,7 +7,7 @@ release reaches `.grad`, where the real optimizer finds it.
 
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -194,11 +194,13 @@ class _LoopRun(Run):
         self._spent.append(None)
         return lot
 
-    def gradients(self, lot: Lot, at: Points = HERE, ascent: float = 0.0) -> Gradients:
+    def gradients(
+        self, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
+    ) -> Gradients:
         """The lot's per-example gradients, where the owner's backward pass computed them."""
         if len(at) != 1 or at[0][0] != 1 or at[0][1] is not None or ascent:
             raise PrivacyError(f"{self.plan.method} wants gradients at other points than the model's: {TRAINER}")
-        return super().gradients(lot)
+        return super().gradients(lot, blocks=blocks)
 
     def attach(self) -> Callable[[], None]:
         """Listen to model and optimizer; returns what ends it."""
