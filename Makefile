@@ -35,7 +35,7 @@ docs: $(INSTALLED)  ## write the generated pages again
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	$(BIN)/fodp bench --out runs/bench
+	$(BIN)/fodp bench --all --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py

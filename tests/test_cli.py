@@ -305,3 +305,49 @@ def test_the_papers_run_starts_on_real_data(capsys, tmp_path):
     result = json.loads(out.splitlines()[-1])
     assert result["accountant"] == "rdp-classic"
     assert 0.2 < result["final_accuracy"] < 0.45
+
+
+class TestMethodsAndAccounting:
+    NUMBERS = ("--sampling-rate=0.1", "--steps=20", "--accountant=rdp", "--json")
+
+    def found(self, capsys, *words):
+        assert main([*words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def test_epsilon_of_a_method_is_that_of_its_plan(self, capsys):
+        plain = self.found(capsys, "epsilon", "--noise-multiplier=2", *self.NUMBERS)["epsilon"]
+        for method, params in (("dp-sgd", {}), ("dp-sam", {}), ("fo-dp-sgd", {"beta": 0.5})):
+            words = [f"--method={method}", *(f"--set={name}={value}" for name, value in params.items())]
+            said = self.found(capsys, "epsilon", "--noise-multiplier=2", *words, *self.NUMBERS)
+            public = dict(sampling_rate=0.1, steps=20, lot_size=5, clip_norm=1.0, delta=1e-5, accountant="rdp")
+            plan = fodp.Plan(**public, noise_multiplier=2.0, method=method, params=params)
+            assert said["epsilon"] == plan.epsilon()
+            assert (said["epsilon"] > plain) == (method == "dp-sam")
+
+    def test_calibrating_a_method_never_exceeds_the_target(self, capsys):
+        said = self.found(capsys, "calibrate", "--target-epsilon=1", "--method=dp-sam", *self.NUMBERS)
+        alone = self.found(capsys, "calibrate", "--target-epsilon=1", *self.NUMBERS)
+        assert 0.9 < said["epsilon"] <= 1
+        assert said["noise_multiplier"] > alone["noise_multiplier"]
+
+    @pytest.mark.parametrize(
+        ("words", "hint"), [(["--method=dp-sam", "--beta=0.5"], "--set beta"), (["--set=a=1"], "--method")]
+    )
+    def test_words_that_would_be_ignored_are_refused(self, capsys, words, hint):
+        assert main(["epsilon", "--noise-multiplier=2", *self.NUMBERS, *words]) == 2
+        assert hint in capsys.readouterr().err
+
+    def test_one_method_by_name(self, capsys):
+        assert main(["methods", "block-dp-sgd"]) == 0
+        assert "width=64.0" in capsys.readouterr().out
+        assert main(["methods", "none-such"]) == 2
+        assert "block-dp-sgd" in capsys.readouterr().err
+
+
+def test_help_of_reproduce_names_every_experiment(capsys):
+    from fodp.experiments.catalog import NAMES
+
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    said = capsys.readouterr().out
+    assert [name for name in NAMES if name not in said] == []

@@ -186,9 +186,9 @@ class TestCatalog:
 
     def test_runs_are_shared(self):
         keys = {name: {spec.key for spec in e.runs()} for name, e in EXPERIMENTS.items()}
-        assert keys["final-accuracy"] < keys["accuracy"]
+        assert {spec.key for spec in EXPERIMENTS["final-accuracy"].runs(3)} < keys["accuracy"]
         assert keys["beta-joint"] < keys["beta-tradeoff"]
-        assert len(set().union(*keys.values())) < sum(map(len, keys.values())) - 80
+        assert len(set().union(*keys.values())) < sum(map(len, keys.values())) - 60
 
     def test_the_papers_protocol(self):
         for spec in self.RUNS:

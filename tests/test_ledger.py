@@ -526,6 +526,39 @@ class TestCommandLine:
         assert len(err.splitlines()) == 1
         assert not (tmp_path / "a").exists()
 
+    def test_a_new_name_needs_a_budget_or_a_word_that_there_is_none(self, capsys, tmp_path):
+        """A typo in the name, or in that of the file, would otherwise escape the budget."""
+        assert self.train(tmp_path, "a", "--budget", "0.5,1e-5") == 0
+        before = (tmp_path / "l.sqlite").read_bytes()
+        assert self.train(tmp_path, "b", "--dataset-name", "poeple") == 2
+        assert "knows people" in (err := capsys.readouterr().err)
+        assert "--no-budget" in err
+        assert self.train(tmp_path, "b", "--ledger", str(tmp_path / "m.sqlite")) == 2
+        assert "is new" in capsys.readouterr().err
+        numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=9", "--steps=5"]
+        assert main(["ledger", "select", str(tmp_path / "l.sqlite"), "--dataset-name=poeple", *numbers]) == 2
+        assert (tmp_path / "l.sqlite").read_bytes() == before
+        assert not (tmp_path / "b").exists()
+        assert not (tmp_path / "m.sqlite").exists()
+        assert self.train(tmp_path, "b", "--dataset-name", "others", "--no-budget") == 0
+        assert self.train(tmp_path, "c", "--dataset-name", "others") == 0
+
+    def test_a_selection_costs_what_its_method_costs(self, capsys, tmp_path):
+        numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=4", "--steps=5", "--budget=9,1e-5"]
+        charged = {}
+        for method, *params in (["dp-sgd"], ["dp-sam"], ["fo-dp-sgd", "--set=beta=0.5"]):
+            path = str(tmp_path / f"{method}.sqlite")
+            words = [f"--method={method}", *params]
+            assert main(["ledger", "select", path, "--dataset-name=d", *numbers, *words, "--json"]) == 0
+            capsys.readouterr()
+            assert main(["ledger", "show", path, "--json"]) == 0
+            (selection,) = json.loads(capsys.readouterr().out)[0]["selections"]
+            charged[method] = selection["epsilon"]
+            assert 0 < selection["share"] < 1
+            assert main(["ledger", "show", path]) == 0
+            assert f"{selection['share']:.1%}" in capsys.readouterr().out
+        assert charged["fo-dp-sgd"] < charged["dp-sgd"] < charged["dp-sam"]
+
     @pytest.mark.parametrize("words", [["--budget", "4,1e-5"], ["--dataset-name", "x"], ["--ledger", "l"]])
     def test_words_that_need_each_other(self, capsys, tmp_path, words, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -20,8 +20,16 @@ class Command:
 
 ALL = (
     Command("train", "Train a model with a stated (epsilon, delta).", train.options, train.run, train.EPILOG),
-    Command("epsilon", "The epsilon of a noise multiplier.", privacy.epsilon_options, privacy.run_epsilon),
-    Command("calibrate", "The noise multiplier of an epsilon.", privacy.calibrate_options, privacy.run_calibrate),
+    Command(
+        "epsilon", "The epsilon of a noise multiplier.", privacy.epsilon_options, privacy.run_epsilon, privacy.EPILOG
+    ),
+    Command(
+        "calibrate",
+        "The noise multiplier of an epsilon.",
+        privacy.calibrate_options,
+        privacy.run_calibrate,
+        privacy.EPILOG,
+    ),
     Command(
         "reproduce",
         "Run the paper's experiments, or the fair comparison.",

@@ -37,7 +37,12 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
     add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
     add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
-    add("--exact-noise", action="store_true", default=None, help="no floating-point leaks; noise takes longer to draw")
+    add(
+        "--exact-noise",
+        action="store_true",
+        default=None,
+        help="nothing leaks through the low bits of the noise, which takes longer",
+    )
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
     add("--assume-size", type=int, metavar="N", help="public size of your own data")
     add("--classes", type=int, metavar="N", help="public number of classes of your own data")
@@ -50,6 +55,20 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
     if "set" in said:
         said["set"] = dict(setting(item) for item in said["set"])
     return said
+
+
+def public_plan(options: argparse.Namespace, **noise: Any) -> "Plan":
+    """The plan of a method from public numbers alone, for its events; sums and lots do not enter them."""
+    from fodp.plan import Plan
+
+    params = dict(setting(item) for item in options.set or ())
+    numbers = dict(sampling_rate=options.sampling_rate, steps=options.steps, delta=getattr(options, "delta", 1e-5))
+    accountant = getattr(options, "accountant", "pld")
+    words: dict[str, Any] = dict(
+        method=options.method, params=params, accountant=accountant, lot_size=1.0, clip_norm=1.0
+    )
+    make = Plan.calibrated if "target_epsilon" in noise else Plan
+    return make(**numbers, **words, **noise)
 
 
 def use_threads(options: argparse.Namespace) -> None:

@@ -39,10 +39,15 @@ def options(parser: argparse.ArgumentParser) -> None:
             add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
         if action == "select":
             add("--budget", metavar="EPS,DELTA", help="budget of the data, if this is its first charge")
+            add("--no-budget", action="store_true", help="write down without a limit, if this is its first charge")
+            add("--method", metavar="NAME", default="dp-sgd", help="of each run, default dp-sgd")
+            add("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the method")
             add("--mean", type=float, required=True, metavar="M", help="mean number of runs")
             add("--shape", type=float, default=1.0, help="1 geometric (default), 0 logarithmic, inf Poisson")
             add("--sampling-rate", type=float, required=True, metavar="Q", help="of each run")
-            add("--noise-multiplier", type=float, required=True, metavar="SIGMA", help="of each run, over beta")
+            add(
+                "--noise-multiplier", type=float, required=True, metavar="SIGMA", help="of each run, as in `fodp train`"
+            )
             add("--steps", type=int, required=True, metavar="T", help="of each run")
 
 
@@ -53,6 +58,23 @@ def parse_budget(text: str) -> tuple[float, float]:
     except ValueError:
         raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
     return epsilon, delta
+
+
+def refuse_unguarded(path: Path, dataset: str, budget: str | None, no_budget: bool) -> None:
+    """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
+    from fodp.ledger import Ledger
+    from fodp.ledger.card import summary
+
+    if budget is not None or no_budget:
+        return
+    ledger = Ledger(path, create=False) if os.path.exists(path) else None
+    known = [] if ledger is None else sorted({record["dataset"] for record in summary(ledger)})
+    if dataset not in known:
+        told = f"knows {', '.join(known)}" if known else "is new"
+        raise PrivacyError(
+            f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
+            "--no-budget to write down without a limit"
+        )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,12 +128,13 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
 
 
 def _select(options: argparse.Namespace, path: Path) -> int:
-    from fodp.accounting import Event, Phase
     from fodp.budget import Repetitions
+    from fodp.cli.job import public_plan
     from fodp.ledger import Ledger
 
     repetitions = Repetitions(options.mean, options.shape)
-    phases = (Phase((Event(options.sampling_rate, options.noise_multiplier),), options.steps),)
+    phases = public_plan(options, noise_multiplier=options.noise_multiplier).events()
+    refuse_unguarded(path, options.dataset_name, options.budget, options.no_budget)
     wanted = None if options.budget is None else parse_budget(options.budget)
     ledger = Ledger(path, dataset=options.dataset_name, budget=wanted)
     charge, count = ledger.charge_selection(phases, repetitions), repetitions.draw()
@@ -136,12 +159,17 @@ def _table(records: list[dict[str, Any]]) -> None:
             title += f": budget ({budget['epsilon']:g}, {budget['delta']:g}), {budget['left']:.1%} left"
         table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
         for row in record["runs"]:
-            share = "" if row["share"] is None else f"{row['share']:.1%}"
             what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
             epsilon = f"{row['epsilon']:.4g} at {row['delta']:g}"
             steps = f"{row['steps']} of {row['planned']}"
-            table.add_row(row["began"], row["run"][:12], row["who"], what, steps, epsilon, share, row["state"])
+            table.add_row(row["began"], row["run"][:12], row["who"], what, steps, epsilon, _share(row), row["state"])
         for row in record["selections"]:
             what = f"best of a random number, mean {row['mean']:g}"
-            table.add_row(row["began"], "selection", row["who"], what, "", f"{row['epsilon']:.4g}", "", "charged")
+            table.add_row(
+                row["began"], "selection", row["who"], what, "", f"{row['epsilon']:.4g}", _share(row), "charged"
+            )
         console.print(table)
+
+
+def _share(row: dict[str, Any]) -> str:
+    return "" if row["share"] is None else f"{row['share']:.1%}"

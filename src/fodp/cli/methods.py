@@ -8,6 +8,7 @@ from typing import Any
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp methods`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="all about one method, with its parameters")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print docs/methods.md")
@@ -16,10 +17,17 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
     rows = method_rows()
+    if options.name is not None:
+        from fodp import _checks
+
+        _checks.one_of("NAME", options.name, [row["name"] for row in rows])
+        rows = [row for row in rows if row["name"] == options.name]
     if options.json:
         print(json.dumps(rows))
     elif options.markdown:
         print(markdown(rows), end="")
+    elif options.name is not None:
+        print("\n".join(_about(rows[0])))
     else:
         from rich.console import Console
         from rich.table import Table
@@ -30,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
             table.add_row(row["name"], what, row["queries"], row["cost"], row["advice"])
         console = Console()
         console.print(table)
-        console.print("Parameters and what the noise multiplier means: fodp methods --json, or docs/methods.md")
+        console.print("Parameters and what the noise multiplier means: fodp methods NAME, or docs/methods.md")
     return 0
 
 
@@ -79,14 +87,18 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     defaults = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(CommonParams))
     lines += [f"Defaults: {defaults}.", ""]
     for row in rows:
-        own = ", ".join(f"`{name}={value}`" for name, value in row["params"].items()) or "the common ones"
-        lines += [f"## {row['name']}", "", row["doc"], "", f"* Reference: {row['reference']}."]
-        lines += [f"* The noise multiplier means: {row['noise_meaning']}.", f"* Parameters: {own}."]
-        if row["reconstruction"]:
-            lines.append(f"* Reconstruction, not read in the source: {row['reconstruction']}.")
-        lines.append("")
+        lines += [f"## {row['name']}", "", *_about(row), ""]
     lines += [*_OWN_METHOD.splitlines(), ""]
     return "\n".join(lines)
+
+
+def _about(row: dict[str, Any]) -> list[str]:
+    own = ", ".join(f"`{name}={value}`" for name, value in row["params"].items()) or "the common ones"
+    lines = [row["doc"], "", f"* Reference: {row['reference']}."]
+    lines += [f"* The noise multiplier means: {row['noise_meaning']}.", f"* Parameters: {own}."]
+    if row["reconstruction"]:
+        lines.append(f"* Reconstruction, not read in the source: {row['reconstruction']}.")
+    return lines
 
 
 _OWN_METHOD = """## A method of your own

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   fodp reproduce --quick                      every experiment of the paper, ten epochs each, in minutes
-  fodp reproduce --only final-accuracy,window
-  fodp reproduce fair                         all methods at equal epsilon, about two hours on two cores
+  fodp reproduce window                       one of them; several with --only final-accuracy,window
+  fodp reproduce fair                         all methods at equal epsilon
   fodp reproduce fair --challenge dp-sgd --set momentum=0.95 --label "more momentum"
+
+Experiments: baseline-rates, final-accuracy, accuracy, insertion, memory-design, window, order, beta-tradeoff,
+beta-joint, clipping, learning-rate, sensitivity, runtime. They need the data sets of the paper: FODP_DATA names their
+folder, or they are downloaded.
 
 Runs are recorded one by one under --out: stop at any time and start again, nothing is computed twice."""
 
@@ -26,7 +30,7 @@ Runs are recorded one by one under --out: stop at any time and start again, noth
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp reproduce`."""
     add = parser.add_argument
-    add("suite", nargs="?", default="paper", metavar="SUITE", help="paper (default) or fair")
+    add("suite", nargs="?", default="paper", metavar="SUITE", help="paper (default), fair, or one experiment's name")
     add("--only", metavar="NAMES", help="experiments of the paper, separated by commas")
     add("--quick", action="store_true", help="short runs that show that everything works; the numbers mean nothing")
     add("--seeds", type=int, metavar="N", help="at most so many seeds per row")
@@ -45,14 +49,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compute what is missing."""
-    _checks.one_of("SUITE", options.suite, ("paper", "fair"))
+    from fodp.experiments.catalog import NAMES
+
+    if options.suite in NAMES and options.only is None:
+        options.suite, options.only = "paper", options.suite
+    _checks.one_of("SUITE", options.suite, ("paper", "fair", *NAMES))
     for name in ("seeds", "jobs"):
         if getattr(options, name) is not None:
             _checks.whole(f"--{name}", getattr(options, name))
     if options.data_dir:
         os.environ["FODP_DATA"] = str(Path(options.data_dir).resolve())  # the worker processes read it
     folder = Path(options.out or ("results-quick" if options.quick else "results"))
-    done = _paper(options, folder) if options.suite == "paper" else _fair(options, folder)
+    done = _fair(options, folder) if options.suite == "fair" else _paper(options, folder)
     if not options.no_report:
         from fodp.experiments.report import write
 

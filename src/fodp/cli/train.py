@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import fodp
 from fodp._checks import PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
-from fodp.cli.ledger import parse_budget
+from fodp.cli.ledger import parse_budget, refuse_unguarded
 
 if TYPE_CHECKING:
     from fodp.plan import Plan
@@ -34,7 +34,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data")
+_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "no_budget")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--ledger", metavar="FILE", help="privacy ledger shared by many runs (default: one in the run folder)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
+    add("--no-budget", action="store_true", default=None, help="a new data set in --ledger, without a limit")
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
     add("--resume", action="store_true", help="go on with the run in --out")
@@ -180,6 +181,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         if "dataset_name" not in config:
             raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
         config["ledger"] = os.path.abspath(options.ledger)
+        refuse_unguarded(Path(config["ledger"]), config["dataset_name"], config.get("budget"), bool(options.no_budget))
     elif {"dataset_name", "budget"} & set(config):
         raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
     if "budget" in config:

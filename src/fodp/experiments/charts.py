@@ -263,6 +263,6 @@ def _fair(results: Results) -> Chart:
         order = tuple(c.label for c, _ in known)
         made.append(Panel(title, "points against DP-SGD, 95% interval", "", marks, tuple(references), order))
     caption = (
-        "Settings were chosen on train[5000:]; the accuracies are those of the 2,000 test images, never used before."
+        "Settings were chosen on train[6000:]; the accuracies are those of the 2,000 test images, which no search saw."
     )
     return Chart("fair", "Fair comparison: every method at the same (ε, δ)", "dots", tuple(made), caption)

@@ -38,6 +38,12 @@ def environment(results: Results) -> list[str]:
     for name, words in (("code", "Versions of the code that matters"), ("torch", "PyTorch"), ("python", "Python")):
         told = ", ".join(f"`{version}` ({count})" for version, count in sorted(results.versions(name).items()))
         lines.append(f"{words}, with the number of records of each: {told or 'none'}.")
+    for records, words in ((results.paper, "the paper's experiments"), (results.fair_records, "the fair comparison")):
+        hours = sum(record["seconds"] for record in records) / 3600
+        if hours:
+            lines.append(
+                f"The runs of {words} took {hours:.1f} hours of one process each: {hours / 2:.1f} with two jobs."
+            )
     days = sorted(record["at"] for record in results.used())
     return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
 
@@ -76,16 +82,17 @@ def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
 
 
 def _rate(results: Results) -> list[str]:
-    """What the learning rate alone is worth: the paper's row beside the tuned one of the same method."""
-    line = results.line("final-accuracy", DP_SGD)
-    tuned = [(s, c) for s in results.fair.protocol.settings if (c := _base(results.contenders[s.name])) is not None]
-    return [
-        f"The learning rate: DP-SGD as in the paper (lr 0.8, ε={line.epsilon:.1f}, {line.spec.steps} steps) reaches "
-        f"{summarize(line.final.values()).mean:.4f} on CIFAR-10; tuned (lr {c.params['lr']:g}, ε={s.epsilon:g}, "
-        f"{results.fair.protocol.steps} steps) it reaches {c.summary.mean:.4f}."
-        for s, c in tuned
-        if s.dataset == "cifar10" and line.epsilon is not None
-    ]
+    """What the learning rate alone is worth under the paper's own protocol."""
+    lines = []
+    for label in (DP_SGD, FO):
+        rows = [line for line in results.lines["learning-rate"] if line.label == label and line.records]
+        told = [f"{summarize(line.final.values()).mean:.4f} at {line.panel}" for line in rows]
+        if len(told) > 1:
+            lines.append(
+                f"The learning rate alone, {label} on CIFAR-10 as in the paper (ε={rows[0].epsilon:.1f}, "
+                f"{rows[0].spec.steps} steps): {', '.join(told)}."
+            )
+    return lines
 
 
 def _base(rows: Sequence[Contender]) -> Contender | None:

@@ -19,7 +19,7 @@ class RunSpec:
 
     `noise_multiplier` is used as it stands unless `target_epsilon` is given, which calibrates it for
     `plan_steps` steps. A run may stop before the plan ends: that is how a search tries many settings with the
-    noise of the full run. `scored_on` is "test" or, for choosing settings, "validation" (`train[5000:]`).
+    noise of the full run. `scored_on` is "test" or, for choosing settings, "validation" (`train[6000:]`).
     """
 
     dataset: str

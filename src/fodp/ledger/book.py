@@ -189,7 +189,7 @@ class Ledger:
         raise PrivacyError(
             f"the budget of {dataset!r} ({budget.epsilon:g}, {budget.delta:g}) has {share:.1%} left and this "
             f"needs {costs[steps] / budget.capacity:.1%}: "
-            + (f"only {fitting} of its {steps} steps would fit" if fitting else "not even one step fits")
+            + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
             + "; take fewer steps or more noise"
         )
 

@@ -118,7 +118,7 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
         "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
         "runs": [_run(entry, last[entry.run], budget) for entry in begun],
-        "selections": [_selection(entry, deltas[0] if budget is None else budget.delta) for entry in selected],
+        "selections": [_selection(entry, budget) for entry in selected],
         "changes": [_when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
 
@@ -141,8 +141,9 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
     }
 
 
-def _selection(entry: Entry, delta: float) -> dict[str, Any]:
+def _selection(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
     repetitions, phases = _repeated(entry)
+    delta = max(_DELTAS) if budget is None else budget.delta
     return {
         "run": entry.run,
         "who": entry.data["who"],
@@ -151,6 +152,7 @@ def _selection(entry: Entry, delta: float) -> dict[str, Any]:
         "shape": entry.data["shape"],
         "epsilon": repetitions.epsilon(phases, delta),
         "delta": delta,
+        "share": None if budget is None else (entry.rdp or 0.0) / budget.capacity,
         "events": entry.data["phases"],
     }
 
