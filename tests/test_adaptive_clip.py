@@ -88,3 +88,14 @@ def test_it_finds_the_quantile_of_the_norms(start, quantile):
 def test_bad_settings_are_refused_by_name(changes, message):
     with pytest.raises(fodp.PrivacyError, match=message):
         clip(**changes)
+
+
+@pytest.mark.rule(14)
+def test_extreme_numbers_end_at_the_bounds_or_in_a_refusal():
+    clip = AdaptiveClip(1.0, 0.5, 1.0, 10.0, 1e6, 0.1, 10.0)
+    clip.move(-1e9)
+    assert clip.clip_norm == 10.0
+    clip.move(1e9)
+    assert clip.clip_norm == 0.1
+    with pytest.raises(fodp.PrivacyError, match="count_noise"):
+        AdaptiveClip(1.0, 0.5, 1e-200, 10.0, 0.2, 0.1, 10.0).rest(1.0)

@@ -51,6 +51,15 @@ def test_a_count_is_refused_even_by_an_attack_that_does_not_use_it(option):
     assert option.split("=")[0] in err
 
 
+def test_an_audit_that_cannot_be_written_down_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr("fodp.audit.audit", lambda *_, **__: pytest.fail("the audit was made"))
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/folder"):
+        code, _, err = run("audit", "--out", str(tmp_path / place))
+        assert code == 2
+        assert "cannot be written" in err
+
+
 def test_options_beside_a_run_that_is_audited_are_refused_by_name(tmp_path):
     code, _, err = run("audit", "--run", str(tmp_path), "--clip-norm", "2")
     assert code == 2

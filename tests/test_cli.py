@@ -337,6 +337,11 @@ class TestMethodsAndAccounting:
         assert main(["epsilon", "--noise-multiplier=2", *self.NUMBERS, *words]) == 2
         assert hint in capsys.readouterr().err
 
+    @pytest.mark.parametrize("value", ["{[]:1}", "-" * 100_000 + "1", "(" * 100_000])
+    def test_values_that_python_cannot_read_are_text(self, capsys, value):
+        assert main(["epsilon", "--noise-multiplier=2", "--method=dp-sgd", f"--set=lr={value}", *self.NUMBERS]) == 2
+        assert "lr" in capsys.readouterr().err
+
     def test_one_method_by_name(self, capsys):
         assert main(["methods", "block-dp-sgd"]) == 0
         assert "width=64.0" in capsys.readouterr().out

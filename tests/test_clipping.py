@@ -762,6 +762,48 @@ def test_a_lot_that_would_record_too_much_goes_through_in_parts(monkeypatch, at_
 
 
 @pytest.mark.rule(9)
+@pytest.mark.parametrize("broken", [False, True], ids=["all finite", "one not finite"])
+@pytest.mark.parametrize("kind", ["positions", "convolution"])
+def test_positions_that_cancel_move_a_sum_no_further_than_was_measured(kind: str, broken: bool) -> None:
+    """Huge terms that cancel exactly in the measured gradient must not come back by other roundings in the sum."""
+    torch.manual_seed(0)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    if kind == "positions":
+        model: nn.Module = nn.Linear(2, 1, bias=False)
+        x = torch.randn(41, 4, 2)
+    else:
+        model = nn.Conv2d(1, 1, 2, bias=False)
+        x = torch.randn(41, 1, 3, 3)
+
+    def loss(m: nn.Module, batch: Tensor) -> Tensor:
+        return (m(batch).flatten(1) * signs).sum(1)
+
+    own = Engine(model, loss)
+    own.most_rows(x)  # the self-check, on ordinary data
+    x[39] = 1e9
+    if broken:
+        x[40] = torch.nan
+    everyone, others = (Gradients(own, x[rows]).clipped_sum(1.0).value for rows in (slice(None), [*range(39), 40]))
+    assert (everyone - others).norm() <= 1 + 1e-5
+
+
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("positions", [1, 2, 40])
+def test_back_signals_too_small_for_their_squares_are_clipped_all_the_same(positions: int) -> None:
+    model = nn.Linear(60, 50, bias=False)
+    x = torch.zeros(4, positions, 60)
+    x[:, :, 0] = 1e19
+
+    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return batch[1] * m(batch[0]).flatten(1).sum(1)
+
+    own = Engine(model, loss)
+    own.most_rows((torch.randn(4, positions, 60), torch.ones(4)))  # the self-check, on ordinary data
+    found = Gradients(own, (x, torch.full((4,), 2e-23))).clipped_sum(1e-5).value
+    assert found.norm() <= 4e-5 * (1 + 1e-5)
+
+
+@pytest.mark.rule(9)
 def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from fodp.clipping import gradients as module
 

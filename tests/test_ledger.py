@@ -526,6 +526,22 @@ class TestCommandLine:
         assert len(err.splitlines()) == 1
         assert not (tmp_path / "a").exists()
 
+    def test_a_budget_that_comes_while_another_run_begins_is_refused(self, tmp_path, monkeypatch):
+        """Between looking and writing, another process opened a run that no budget counts."""
+        first = Ledger(tmp_path / "l.sqlite", dataset="people")
+        second = Ledger(tmp_path / "l.sqlite", dataset="people", budget=(8.0, 1e-5))
+        agreed = second._agreed_budget
+
+        def slow(*words):
+            found = agreed(*words)
+            first.open("quick", PHASES, 10)
+            return found
+
+        monkeypatch.setattr(second, "_agreed_budget", slow)
+        with pytest.raises(fodp.PrivacyError, match="before it had a budget"):
+            second.open("late", PHASES, 10)
+        assert second.budget("people") is None
+
     def test_a_new_name_needs_a_budget_or_a_word_that_there_is_none(self, capsys, tmp_path):
         """A typo in the name, or in that of the file, would otherwise escape the budget."""
         assert self.train(tmp_path, "a", "--budget", "0.5,1e-5") == 0

@@ -561,3 +561,22 @@ def test_noise_floor_is_the_trend_of_pure_noise(gamma, std):
 
 def test_noise_floor_at_gamma_one_is_a_release():
     assert noise_floor(2.0, 9, 1.0) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("size", [63, 65, 10**6])
+def test_a_vector_of_another_size_is_refused_before_it_is_touched(size):
+    memory = fodp.FractionalMemory(window=3)
+    for _ in range(3):
+        memory.write(torch.randn(64))
+    with pytest.raises(fodp.PrivacyError, match="64 entries"):
+        memory.read(torch.empty(size))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_trend_that_cancels_to_nothing_has_length_zero(seed):
+    memory = fodp.FractionalMemory(window=3, gamma=0.5)
+    release = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+    for sign in (1, -1, 1, -1, 1):
+        memory.write(sign * release)
+        assert memory.read().isfinite().all()
+        assert 0 <= float(memory.confidence) <= 1

@@ -354,6 +354,25 @@ def test_what_the_noise_multiplier_means(method, params, events):
     assert promised(plan(method, params, sampling_rate=0.2, noise_multiplier=2.0, steps=6)) == events
 
 
+def test_dp_is_goes_on_without_the_normaliser_that_a_crash_lost():
+    """A resume may jump over the step that refreshes it: nothing is drawn that was not promised."""
+    training = trainer(plan("dp-is", dict(refresh=300), steps=4))
+    training.run.step = 2
+    training._one_step()
+    assert training.run.state.normaliser is None
+    assert flat(training.model).isfinite().all()
+
+
+@pytest.mark.rule(8)
+def test_a_lot_of_a_larger_rate_than_promised_is_refused_before_its_release():
+    training = trainer(plan("dp-sgd"))
+    run = training.run
+    run._begin()
+    lot = run.draw(rate=0.9)
+    with pytest.raises(fodp.PrivacyError, match=r"at rate 0\.9"):
+        run.release(lot, run.gradients(lot).clipped_sum(1.0), std=1.0)
+
+
 def test_dp_is_refreshes_its_normaliser_on_all_the_data_every_block():
     the_plan = plan("dp-is", dict(refresh=250), steps=600)
     refreshes = [step for step in range(600) if len(the_plan.events_at(step)) == 2]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -482,3 +483,37 @@ def test_tensorboard_is_optional(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "tensorboard" in done.stderr
+
+
+@pytest.mark.rule(1)
+def test_gradients_left_in_frozen_layers_are_not_applied():
+    """A backward pass of the owner's, then a layer is frozen: what lies in its .grad has no noise."""
+    model = network()
+    (model(torch.randn(8, 6)).sum()).backward()
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    before = first.clone()
+    training = trainer(model, plan(noise_multiplier=1000.0), torch.optim.SGD(model.parameters(), lr=0.1))
+    training._one_step()
+    assert torch.equal(first, before)
+
+
+def test_numbers_of_numpy_do_not_make_a_checkpoint_that_cannot_be_read(tmp_path):
+    chosen = plan(noise_multiplier=np.linspace(1, 2, 3)[1], params=dict(lr=np.logspace(-2, 0, 3)[1]))
+    first = trainer(the_plan=chosen)
+    first._one_step()
+    first.metrics["accuracy"] = np.float64(0.5)
+    first.optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    first.save(tmp_path / "c.pt")
+    second = trainer(the_plan=chosen)
+    second.resume(tmp_path / "c.pt")
+    assert second.step == 1
+    assert second.metrics == {"accuracy": 0.5}
+
+
+@pytest.mark.rule(12)
+def test_a_secure_checkpoint_does_not_say_how_lots_were_split(tmp_path):
+    for seed in (None, 3):
+        training = trainer(the_plan=plan(seed=seed), ledger=Ledger(tmp_path / f"{seed}.sqlite"))
+        training.fit()
+        assert (training.run.state_dict()["rows_at_once"] is None) == (seed is None)

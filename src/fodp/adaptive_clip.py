@@ -30,8 +30,9 @@ class AdaptiveClip:
 
     def rest(self, multiplier: float) -> float:
         """The multiplier that is left for the sum: z_D = (z⁻² - (2σ_b)⁻²)^(-½); the count has sensitivity ½."""
-        left = multiplier**-2 - (2 * self.count_noise) ** -2
-        if left <= 0:
+        whole, count = 1 / multiplier, 0.5 / self.count_noise
+        left = whole * whole - count * count
+        if not left > 0:
             raise PrivacyError(
                 f"count_noise {self.count_noise:g} leaves nothing of the noise multiplier {multiplier:g} for the "
                 f"gradients: raise it above {multiplier / 2:g}"
@@ -44,5 +45,6 @@ class AdaptiveClip:
 
     def move(self, noisy_count: float) -> None:
         """Take a released count in; acts on the next step."""
-        moved = self.clip_norm * math.exp(-self.rate * (self.fraction_of(noisy_count) - self.quantile))
+        change = -self.rate * (self.fraction_of(noisy_count) - self.quantile)
+        moved = self.clip_norm * math.exp(min(change, 700.0))
         self.clip_norm = min(self.high, max(self.low, moved))

@@ -132,7 +132,8 @@ class FractionalMemory(WindowMemory):
             along, gamma = square, 1.0
         else:
             trend.lerp_(release, gamma)
-        self._trend_square = gamma**2 * square + 2 * gamma * (1 - gamma) * along + (1 - gamma) ** 2 * self._trend_square
+        square_now = gamma**2 * square + 2 * gamma * (1 - gamma) * along + (1 - gamma) ** 2 * self._trend_square
+        self._trend_square = max(0.0, square_now)  # rounding, where trend and release cancel
         self._along[:rows] += gamma * (products[1:-1] - self._along[:rows])
         self._squares[new], self._along[new] = square, gamma * square + (1 - gamma) * along
         rows = max(rows, new + 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fodp import kernels
+from fodp._checks import PrivacyError
 
 # Inner products run in float32 over blocks of at most this many entries and are added up in float64:
 # exact enough for the scores at the speed of one pass through memory.
@@ -46,6 +47,9 @@ class Recall:
 
 def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Floats | None:
     """out += Σ weight·row; then, of a vector, which may be the new out, the inner products with rows and itself."""
+    size = rows.shape[1]
+    if out.shape != (size,) or (vector is not None and vector.shape != (size,)):
+        raise PrivacyError(f"a memory of {size} entries cannot be mixed into a vector of shape {tuple(out.shape)}")
     narrow_rows = rows.dtype == torch.bfloat16
     plain = _plain(rows, narrow_rows) and all(_plain(t) for t in (out, vector) if t is not None)
     library = kernels.library() if plain else None

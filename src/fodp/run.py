@@ -153,9 +153,15 @@ class Run:
     def _charge(self, place: int, multiplier: float) -> None:
         before = self._spent[place]
         spent = multiplier if before is None else joint(before, multiplier)
-        promised = self._promised()
-        if place >= len(promised) or spent < promised[place].noise_multiplier * (1 - 1e-9):
-            raise PrivacyError(f"step {self.step} would spend {spent:g} on lot {place}, promised was {promised}")
+        promised, rate = self._promised(), self._lots[place].rate
+        if (
+            place >= len(promised)
+            or spent < promised[place].noise_multiplier * (1 - 1e-9)
+            or rate > promised[place].sampling_rate * (1 + 1e-9)
+        ):
+            raise PrivacyError(
+                f"step {self.step} would spend {spent:g} at rate {rate:g} on lot {place}, promised was {promised}"
+            )
         self._spent[place] = spent
 
     def unclipped_fraction(self) -> float | None:
@@ -182,7 +188,7 @@ class Run:
         """The loss on data declared public."""
         if self._public_score is None:
             raise PrivacyError(f"{self.plan.method} scores proposals on public data: give the Trainer public_score")
-        return self._public_score()
+        return float(self._public_score())
 
     def state_dict(self) -> dict[str, Any]:
         """Method state, filter and clip norm: releases and public numbers only."""
@@ -192,7 +198,8 @@ class Run:
             "filter": self.filter.state_dict(),
             "clip_norm": clip,
             "kernels": kernels.library() is not None,
-            "rows_at_once": self.engine.rows_at_once,
+            # Where lots are split says something about the records in them; a secure run can do without.
+            "rows_at_once": self.engine.rows_at_once if self.plan.seed is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -34,6 +34,11 @@ class WindowMemory:
         return int(self._scored and not self.bfloat16)
 
     @property
+    def written(self) -> int:
+        """How many releases it has seen."""
+        return self._writes
+
+    @property
     def filled(self) -> int:
         """How many lags can be looked back at now: K_t - 1."""
         return min(self.window - 1, self._writes)

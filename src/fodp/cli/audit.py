@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     from fodp import audit
     from fodp.models import build, cross_entropy
 
+    if options.out is not None:
+        _make(Path(options.out))  # before the work, not after it
     use_threads(options)
     splits = load_data(config, options)
     plan = make_plan(config, splits)
@@ -106,8 +110,6 @@ def _bars(quiet: bool) -> "Iterator[Callable[[str, float], None]]":
 
 
 def _show(report: "Report", options: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from rich.console import Console
     from rich.table import Table
 
@@ -130,9 +132,11 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
     result = report.to_dict()
     if options.out is not None:
         folder = Path(options.out)
-        _make(folder)
-        (folder / "audit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        plot_report(report, folder / "audit.png")
+        try:
+            (folder / "audit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            plot_report(report, folder / "audit.png")
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
         console.print(
             f"wrote {folder}/audit.json and {folder}/audit.png", markup=False, highlight=False, soft_wrap=True
         )
@@ -140,8 +144,13 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def _make(folder: Any) -> None:
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise PrivacyError(f"{folder} cannot be written ({error.strerror}): choose another --out") from None
+        raise _cannot_write(folder, error) from None
+
+
+def _cannot_write(folder: Path, error: OSError) -> PrivacyError:
+    return PrivacyError(f"{folder} cannot be written ({error.strerror}): choose another --out")

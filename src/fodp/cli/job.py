@@ -86,7 +86,7 @@ def setting(item: str) -> tuple[str, Any]:
         raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
     try:
         return name.strip(), ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return name.strip(), text
 
 

@@ -64,6 +64,8 @@ class Convolution(Outer):
             out.copy_(total)
 
     def masked(self, keep: Tensor) -> "Convolution":
-        """Zero both factors."""
+        """Zero both factors, and what is held of them: it is summed as it was measured."""
         images, back = mask(self._images, keep), mask(self._back_image, keep)
-        return Convolution(images, back, self._groups, self._kernel, self._stride, self._dilation)
+        zeroed = Convolution(images, back, self._groups, self._kernel, self._stride, self._dilation)
+        zeroed._held = None if self._held is None else mask(self._held, keep)
+        return zeroed

@@ -130,7 +130,7 @@ class Gradients:
     def _at_once(self, examples: int) -> int:
         if self.microbatch is not None:
             return self.microbatch
-        rows = self.engine.most_rows(self.batch) if examples else None
+        rows = self.engine.most_rows(self.batch) if examples and not self.ascent else None
         return examples if rows is None else max(1, rows // self.copies)
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:

@@ -16,6 +16,8 @@ CHUNK_ENTRIES = 1 << 23
 _ROUNDING = 4.0
 # A ghost norm whose rounding allowance is above this share of itself is computed directly instead.
 _ILL_CONDITIONED = 1e-3
+# Beside squared norms above this one, others that are too small for float32 would still count.
+_EXTREME = 1e22
 _BLOCK = 1 << 13
 
 
@@ -104,7 +106,7 @@ class Product:
 
     def squared_norms(self) -> Tensor:
         """‖back_i‖²·‖input_i‖²."""
-        return square_sums(self.inputs).mul_(self.back_squares)
+        return _product(square_sums(self.inputs), self.back_squares)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
@@ -158,9 +160,9 @@ class Outer:
         """By product of norms (one position), Gram matrices ("ghost") or directly: the cheapest by shape."""
         count, groups, length, fan_out = self.back.shape
         if length == 1 and groups == 1:
-            return square_sums(self.inputs()).mul_(square_sums(self.back))
+            return _product(square_sums(self.inputs()), square_sums(self.back))
         if length == 1:
-            by_group = square_sums(self.inputs().flatten(0, 1)) * square_sums(self.back.flatten(0, 1))
+            by_group = _product(square_sums(self.inputs().flatten(0, 1)), square_sums(self.back.flatten(0, 1)))
             return by_group.view(count, groups).sum(1)
         if length * (self.fan_in + fan_out) <= self.fan_in * fan_out:
             return self._ghost_norms(groups * length * (length + self.fan_in))
@@ -175,10 +177,12 @@ class Outer:
         parts = []
         for start, stop in _chunks(len(self.back), entries):
             inputs, back = self.inputs(start, stop), self.back[start:stop]
-            gram = torch.matmul(inputs, inputs.mT).mul_(torch.matmul(back, back.mT))
+            gram, backs = torch.matmul(inputs, inputs.mT), torch.matmul(back, back.mT)
+            extreme = torch.maximum(_largest(gram), _largest(backs)) > _EXTREME  # others may have underflowed
+            gram.mul_(backs)
             mass = gram.diagonal(dim1=2, dim2=3).sqrt().sum(2).square().sum(1)  # (Σ_t ‖b_t‖·‖a_t‖)²
             squares, slack = gram.sum((1, 2, 3)).clamp_(min=0), _ROUNDING * torch.finfo(gram.dtype).eps * mass
-            doubtful = slack > _ILL_CONDITIONED * squares
+            doubtful = (slack > _ILL_CONDITIONED * squares) | extreme
             for i in doubtful.nonzero().flatten().tolist():
                 squares[i] = square_sums(torch.matmul(back[i].mT, inputs[i]).unsqueeze(0))[0]
                 slack[i] = allowance(squares[i : i + 1], inputs[i : i + 1], back[i : i + 1])[0] - squares[i]
@@ -229,8 +233,20 @@ class Outer:
         return Outer(_side_by_side(self.inputs(), copies), _side_by_side(self.back, copies) / copies)
 
     def masked(self, keep: Tensor) -> "Outer":
-        """Zero both factors."""
-        return Outer(mask(self.inputs(), keep), mask(self.back, keep))
+        """Zero both factors, and what is held of them: it is summed as it was measured."""
+        zeroed = Outer(mask(self.inputs(), keep), mask(self.back, keep))
+        zeroed._held = None if self._held is None else mask(self._held, keep)
+        return zeroed
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Of squares. A factor too small for its square must not hide what the other one makes of it."""
+    tiny = torch.finfo(left.dtype).tiny
+    return left.clamp_(min=tiny) * right.clamp(min=tiny)
+
+
+def _largest(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=2, dim2=3).amax((1, 2))
 
 
 def allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:

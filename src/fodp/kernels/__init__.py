@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
         found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
         found.fodp_table_squares.restype = None
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):  # RuntimeError: no home folder
         return None
     return found if is_right(found) else None
 
@@ -51,7 +51,8 @@ def _compiled() -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler")
-    cpu = "".join(sorted({line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line}))
+    processors = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = "".join(sorted({line for line in processors if line.startswith(("flags", "Features"))}))
     identity = "\n".join([*SOURCES.values(), _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fodp"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"

@@ -15,7 +15,7 @@ void RECALL(float *out, const ENTRY *rows, size_t stride, size_t count, size_t s
     for (size_t r = 0; dots && r <= count; r++) dots[r] = 0;
     for (size_t start = 0; start < size; start += COLUMNS) {
         size_t n = least(size - start, COLUMNS);
-        float *restrict block = out + start;
+        float *block = out + start;
         for (size_t r = 0; r < count; r += 8) {
             EIGHT(ROW) EIGHT(WEIGHT)
             for (size_t i = 0; i < n; i++) block[i] = block[i] EIGHT(MIX);

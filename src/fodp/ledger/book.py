@@ -109,6 +109,7 @@ class Ledger:
                 if known is None:
                     self._refuse_unfit(dataset, budget, costs, steps)
                 if stored is None:
+                    self._refuse_late_budget(dataset)  # again: another process may have begun a run meanwhile
                     self._append_budget(dataset, budget)
             changed = self._check_fingerprint(dataset, run, fingerprint)
             data = {**_who(), "about": dict(about or {})}
@@ -138,6 +139,7 @@ class Ledger:
             if budget is not None and rdp is not None:
                 self._refuse_unfit(self.dataset, budget, np.array([0.0, rdp]), 1)
                 if stored is None:
+                    self._refuse_late_budget(self.dataset)
                     self._append_budget(self.dataset, budget)
             steps = sum(phase.steps for phase in phases)
             self.store.append("selection", self.dataset, run, steps=steps, rdp=rdp, data=data)
@@ -173,12 +175,15 @@ class Ledger:
             return stored
         if self._wanted is None:
             return None
+        self._refuse_late_budget(dataset)
+        return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
+
+    def _refuse_late_budget(self, dataset: str) -> None:
         if self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,)) is not None:
             raise PrivacyError(
                 f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
             )
-        return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
 
     def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
         left = budget.capacity - self.store.others_rdp(dataset, "")

@@ -39,8 +39,8 @@ def secret_file() -> Path:
 
 
 def _secret() -> bytes | None:
-    path = secret_file()
     try:
+        path = secret_file()
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent)  # readable by its owner only
@@ -56,8 +56,8 @@ def _secret() -> bytes | None:
         if path.stat().st_mode & 0o077:
             raise PrivacyError(f"{path} holds a secret but others may read it: chmod 600 {path}")
         key = path.read_bytes()
-    except OSError:
-        return None  # a home that cannot be written: then there is no fingerprint
+    except (OSError, RuntimeError):
+        return None  # no home, or one that cannot be written: then there is no fingerprint
     if len(key) != 32:
         raise PrivacyError(f"{path} is damaged ({len(key)} bytes instead of 32): restore a copy, or delete it")
     return key

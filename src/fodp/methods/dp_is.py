@@ -79,12 +79,13 @@ class DPIS(DPSGD):
     def step(self, run: Steps, state: Vectors) -> Tensor:
         """Refresh K̃ if it is time; candidates, rejection, release."""
         plan, C, b, cap = run.plan, run.clip_norm, run.plan.lot_size, self._cap(run.plan)
-        if run.step % self.params.refresh == 0 or state.normaliser is None:
+        if run.step % self.params.refresh == 0:
             everyone = run.draw(rate=1.0, name="normaliser")
             norms = run.gradients(everyone).norm_sum(C)
             state.normaliser = float(run.release(everyone, norms, std=self.params.normaliser_noise * C))
-        # The floor keeps q_t at or below its public cap; an adapted C may have grown since the last refresh.
-        normaliser = max(state.normaliser, b * C / cap)
+        # The floor keeps q_t at or below its public cap; an adapted C may have grown since the last refresh. A run
+        # that lost its first refresh to a crash has no K̃ and lives on the floor until the next.
+        normaliser = max(state.normaliser or 0.0, b * C / cap)
         weight = normaliser / b
         lot = run.draw(rate=min(cap, b * C / normaliser))
         kept = run.gradients(lot).sum(weight=self._rejection(run, lot.indices.numel(), C, weight), bound=weight)

@@ -116,4 +116,4 @@ class FODPSGD(Method):
 
     def noise_gain(self, memory: WindowMemory) -> float:
         """What the feedback of earlier releases makes of the noise, at the memory's present weights."""
-        return feedback_gain(schedule.value_at(self.params.beta, 0), memory.weights)
+        return feedback_gain(schedule.value_at(self.params.beta, max(0, memory.written - 1)), memory.weights)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import fodp
@@ -23,7 +24,7 @@ def save(path: Path, content: dict[str, Any], before_naming: Callable[[str], Non
     `before_naming` is told the content's digest when everything is on disk but does not have its name yet.
     """
     made_with = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
-    content = {"format": FORMAT, "made_with": made_with, **content}
+    content = {"format": FORMAT, "made_with": made_with, **{key: _builtin(value) for key, value in content.items()}}
     content["digest"] = digest(content)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
@@ -94,6 +95,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _builtin(value: Any) -> Any:
+    """NumPy's numbers as Python's: a file is read without running code, and theirs would need some."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_builtin(key): _builtin(part) for key, part in value.items()}
+    return type(value)(map(_builtin, value)) if type(value) in (list, tuple) else value
 
 
 def digest(content: Any) -> str:

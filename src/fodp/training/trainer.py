@@ -111,6 +111,7 @@ class Trainer:
         self._jumped_to_the_end = self._out_of_budget = False
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._gradients = GradientBuffer(self.run.engine.layout)
+        self._trained = {id(parameter) for parameter in self.run.engine.layout.parameters}
         self._curve: dict[int, float] = {}
 
     @property
@@ -192,6 +193,8 @@ class Trainer:
         release = self.run.take_step()
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
+        for parameter in self._frozen():
+            parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
         method.tune(self.optimizer, self.run, state)
         before = (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.proposes else None
         self.optimizer.step()
@@ -201,6 +204,10 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.step()
         self.between_steps = True
+
+    def _frozen(self) -> list[torch.Tensor]:
+        """What the optimizer holds beside the trained parameters."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._trained]
 
     @contextmanager
     def _orderly_interrupt(self) -> Iterator[None]:
