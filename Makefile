@@ -32,6 +32,9 @@ format: $(INSTALLED)
 docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp methods --markdown > docs/methods.md
 	$(BIN)/python tests/rules_page.py
+	$(BIN)/python tests/mutants_for_tests.py
+	$(BIN)/fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
+	$(BIN)/fodp report
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -40,7 +43,7 @@ bench: $(INSTALLED)  ## private steps against plain ones and other libraries, th
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 	$(BIN)/python benchmarks/methods.py
 
-bench-noise: $(INSTALLED)  ## what the secure stream, and exact noise, add to a step on the paper's MLP
+bench-noise: $(INSTALLED)  ## what the secure stream, exact noise and the ledger add to a step on the paper's MLP
 	$(BIN)/python benchmarks/noise.py
 
 soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost

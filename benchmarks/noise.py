@@ -1,16 +1,19 @@
-"""What noise costs on the paper's MLP: the secure stream against PyTorch's in-place generator, one thread.
+"""What trust costs on the paper's MLP, one thread: the secure stream against PyTorch's in-place generator, the ledger.
 
     make bench-noise
 
-Whole DP-SGD steps that differ in nothing but where the noise comes from, in interleaved bursts; then the draws alone.
+Whole DP-SGD steps that differ in nothing but where the noise comes from, in interleaved bursts; then the draws alone;
+then steps that are written down in a ledger before they are used.
 """
 
 import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from fodp.bench.workloads import WORKLOADS
 from fodp.exact import rounded_normals
 from fodp.models import cross_entropy
 from fodp.noise import Streams
+from fodp.training.bookkeeping import open_account
 
 BURST = 20
 MLP = WORKLOADS["mlp"]
@@ -40,11 +44,15 @@ class TorchNoise:
         return self._masks.words(count, step, name)
 
 
-def step_with(noise: Any, data: TensorDataset, method: str, steps: int, **plan: Any) -> Callable[[], None]:
+def step_with(
+    noise: Any, data: TensorDataset, method: str, steps: int, ledger: fodp.Ledger | None = None, **plan: Any
+) -> Callable[[], None]:
     public = dict(
         sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
     )
     trainer = fodp.Trainer(MLP.model(), cross_entropy, data, fodp.Plan(**public, delta=1e-5, method=method, **plan))
+    if ledger is not None:
+        trainer._account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
     if noise is not None:
         trainer.run.streams = noise
         trainer.run._sampler._streams = noise
@@ -87,6 +95,28 @@ def rounding_of_sums(data: TensorDataset) -> float:
     return worst
 
 
+def durability(data: TensorDataset, rounds: int) -> dict[str, float]:
+    """Long bursts, since a durable write comes every half second; of the disk that the working folder is on."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        book = fodp.Ledger(Path(folder) / "l.sqlite", dataset="made up", budget=(1e6, 1e-5))
+        steps = BURST * 20 * (rounds // 2 + 2) + 1
+        contenders = {
+            "no ledger": step_with(None, data, "dp-sgd", steps),
+            "ledger": step_with(None, data, "dp-sgd", steps, ledger=book),
+        }
+        bursts = {name: repeated(step, 20) for name, step in contenders.items()}
+        milliseconds(bursts, 1)
+        return report("a durable dp-sgd step (times 20)", milliseconds(bursts, rounds // 2), "no ledger")
+
+
+def repeated(step: Callable[[], None], times: int) -> Callable[[], None]:
+    def often() -> None:
+        for _ in range(times):
+            step()
+
+    return often
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
@@ -113,6 +143,7 @@ def main() -> None:
     }
     milliseconds(draws, 1)
     results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds), "torch.normal_")
+    results["ledger"] = durability(data, options.rounds)
     results["rounding"] = {"of C": rounding_of_sums(data)}
     print(f"rounding of float32 sums when one example leaves: at most {results['rounding']['of C']:.1e} of C")
     if options.json:

@@ -3,6 +3,8 @@
 Needs Chromium (Debian: `apt-get install chromium`); without one these tests are skipped and say so.
 """
 
+from pathlib import Path
+
 import pytest
 
 from browser_for_tests import CHROMIUM, Browser
@@ -14,8 +16,13 @@ from records_for_tests import write_fair, write_paper, write_runtime
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found (Debian: apt-get install chromium)")
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
+COMMITTED = Path(__file__).parent.parent / "results" / "report.html"
+
+
+@pytest.fixture(scope="module", params=["made up", "committed"])
+def page(request, tmp_path_factory):
+    if request.param == "committed":
+        return COMMITTED
     folder = tmp_path_factory.mktemp("results")
     write_paper(folder, lambda spec: 0.3, seeds=2, only=("final-accuracy", "window", "memory-design", "clipping"))
     few = ("DP-SGD", "FO-DP-SGD", "not private")

@@ -74,6 +74,7 @@ class Gradients:
                 weights = _by_norm(weight, part.norms, 0.0).clamp(-limit, limit)
             part.add_weighted(total, weights, accumulate)
             accumulate = True
+            del part  # before the next one is recorded
         return Query(total if accumulate else total.zero_(), bound, self.lot)
 
     def norm_sum(self, clip_norm: float) -> Query:
@@ -117,21 +118,21 @@ class Gradients:
         if examples * self.copies != rows:
             raise PrivacyError(f"{rows} rows are not {self.copies} copies of each example")
         at_once = self._at_once(examples)
-        if at_once >= examples:
-            for part in self._measure(self.batch, examples) if examples else ():
-                if part.complete:
-                    self._kept.append(part)
-                yield part
-            return
         for start in range(0, examples, at_once):
             stop = min(start + at_once, examples)
-            yield from self._measure(take(self.batch, slice(start * self.copies, stop * self.copies)), stop - start)
+            whole = stop - start == examples
+            batch = self.batch if whole else take(self.batch, slice(start * self.copies, stop * self.copies))
+            for part in self._measure(batch, stop - start):
+                if whole and part.complete:
+                    self._kept.append(part)
+                yield part
+                del part  # before the next one is recorded
 
     def _at_once(self, examples: int) -> int:
         if self.microbatch is not None:
             return self.microbatch
         rows = self.engine.most_rows(self.batch) if examples and not self.ascent else None
-        return examples if rows is None else max(1, rows // self.copies)
+        return max(1, examples if rows is None else rows // self.copies)
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout
