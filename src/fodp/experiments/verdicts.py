@@ -19,8 +19,8 @@ RULES = {
         "after Holm's correction over the comparisons of the claim. It is not better if the difference is below "
         "zero with p below 0.05, or if its 95% interval lies within one percentage point of zero (equal in "
         "practice). Otherwise it is not decidable. A claim with several comparisons is reproduced if all hold, "
-        "and not reproduced if one fails. Five seeds, as in the paper's table of final accuracies; three where the paper "
-        "shows single runs (five were planned; cut for time when one of each had been seen), one for `clipping`."
+        "and not reproduced if one fails. Five seeds, as in the paper's table of final accuracies; three where the "
+        "paper shows single runs (five were planned; cut for time when one of each had been seen), one for `clipping`."
     ),
     "number": (
         "A number is reproduced if our 95% interval and the paper's overlap and ours is at most twice as wide, and "
