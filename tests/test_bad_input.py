@@ -540,7 +540,9 @@ def test_paths_that_cannot_be_used(capsys, tmp_path, monkeypatch, case):
     assert refused(capsys, "train", "--resume", "--quiet", "--out", path)
     assert refused(capsys, "export", path, "m.safetensors")
     assert refused(capsys, "ledger", "show", path)
-    assert "ledger" in refused(capsys, "train", *SEEDED, "--ledger", path, "--dataset-name", "d", "--out", "r")
+    assert "ledger" in refused(
+        capsys, "train", *SEEDED, "--ledger", path, "--dataset-name", "d", "--no-budget", "--out", "r"
+    )
     own = ["--assume-size", "40", "--classes", "3", "--dataset", f"{path}.npz"]
     assert refused(capsys, "train", *SEEDED, *own)
 

@@ -66,7 +66,7 @@ class TestFilter:
         while not taken or book.left("people") > 0.04:
             spend(book, f"run {taken}", 1, one)
             taken += 1
-        with pytest.raises(fodp.PrivacyError, match="not even one step fits"):
+        with pytest.raises(fodp.PrivacyError, match="nothing of it fits"):
             book.open("one too many", one, 1)
         budget = book.budget("people")
         cost = rdp_curve(one)[1][ORDERS.index(budget.order)]
