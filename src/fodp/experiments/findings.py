@@ -41,9 +41,7 @@ def environment(results: Results) -> list[str]:
     for records, words in ((results.paper, "the paper's experiments"), (results.fair_records, "the fair comparison")):
         hours = sum(record["seconds"] for record in records) / 3600
         if hours:
-            lines.append(
-                f"The runs of {words} took {hours:.1f} hours of one process each: {hours / 2:.1f} with two jobs."
-            )
+            lines.append(f"The runs of {words} took {hours:.1f} hours of one process, {hours / 2:.1f} with two jobs.")
     days = sorted(record["at"] for record in results.used())
     return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
 
@@ -66,11 +64,17 @@ def practitioner(results: Results) -> list[str]:
             lines.append(f"{start}. Better by the rule: {told}.")
         else:
             lines.append(f"{start}. No method is better by the rule; use DP-SGD with a tuned learning rate.")
-    everywhere = [label for label, count in wins.items() if count == len(settings)]
-    if everywhere:
-        lines.append(f"Better in every setting: {', '.join(everywhere)}. That is what to use on problems like these.")
+    worse = {c.label for s in settings for c in results.contenders[s.name] if c.verdict not in (BETTER, EQUAL)}
+    safe = [f"{label} ({count} of {len(settings)})" for label, count in wins.items() if label not in worse]
+    if safe:
+        lines.append(
+            f"Better in some settings and equal in practice in the others: {', '.join(safe)}. "
+            "That is what to use on problems like these, with a tuned learning rate."
+        )
     else:
-        lines.append("No method is better than tuned DP-SGD in every setting. Tune the learning rate first.")
+        lines.append(
+            "No method is better than tuned DP-SGD without being worse elsewhere. Tune the learning rate first."
+        )
     return [*lines, _memory(results, settings), *_rate(results)]
 
 
