@@ -15,7 +15,7 @@ from fodp.training.trainer import Trainer
 
 LEARNING_RATE = 0.05
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.1
-_FOR_EVER = 10**9  # steps of a plan that is never asked for its ε
+_FOR_EVER = 10**5  # steps of a plan that is never asked for its ε; a schedule of noise must not run out
 
 
 def size_of(model: nn.Module) -> int:
