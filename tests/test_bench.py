@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fodp
-from fodp.bench import floor, measure, report, results, scaling
+from fodp.bench import floor, measure, report, results, scaling, steps
 from fodp.bench.contenders import CONTENDERS, PEERS, Contender, build
 from fodp.bench.targets import DP_SGD, FO_8, FO_32, PLAIN, TARGETS, TITLES, Target
 from fodp.bench.workloads import CLASSES, WORKLOADS
@@ -267,3 +267,11 @@ def test_wrong_words_get_one_line(words, said, capsys, monkeypatch, tmp_path):
 def test_peers_are_an_extra():
     text = (DOCS.parent / "pyproject.toml").read_text()
     assert all(f'"{peer}>=' in text for peer in PEERS)
+
+
+@pytest.mark.parametrize("method", ["adp-adamw", "dp-is", "block-dp-sgd"])
+def test_plans_without_end_have_noise_to_their_end(method):
+    """A public schedule of noise, or of refreshes, must last for as many steps as a benchmark's plan has."""
+    step, size = steps.private(WORKLOADS["mlp"], method, 0, {})
+    step()
+    assert size == 199_082
