@@ -1,5 +1,6 @@
 """The window of a memory: the last releases, kept in a ring and read in one pass."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fodp._checks import PrivacyError
 from fodp.recall import Floats, Recall
 
 
-class WindowMemory:
+class WindowMemory(ABC):
     """A ring of the last K-1 releases; `read()` is their average under `weights`.
 
     Subclasses give the weights by lag; this class keeps the ring. With `bfloat16` it rounds what it keeps to
@@ -48,8 +49,9 @@ class WindowMemory:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
         return torch.from_numpy(self._by_lag())
 
+    @abstractmethod
     def _by_lag(self) -> Floats:
-        raise NotImplementedError
+        """The weights of lags 1, 2, …: what makes one memory differ from another."""
 
     def read(self, out: Tensor | None = None) -> Tensor | None:
         """The memory state u: the weighted average of past releases, or None when K_t = 1.
