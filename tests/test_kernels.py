@@ -1,5 +1,6 @@
 """Compiled loops: they give what the reference gives, and whatever goes wrong with them, the reference is used."""
 
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from fodp import kernels
 from fodp.clipping.tables import Rows
 from fodp.models import cross_entropy
 from fodp.noise import PAIRS, Streams
-from fodp.recall import BLOCK, Recall, mix
+from fodp.recall import BLOCK, Recall, Trend, mix, mix_and_remember
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on this machine")
 
@@ -91,37 +92,57 @@ def test_an_index_beyond_the_table_is_refused(index):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, reference):
     generator = torch.Generator().manual_seed(rows + size)
-    table = torch.randn(rows, size + 5, generator=generator).to(dtype)[:, :size]
-    start, weights = torch.randn(size, generator=generator), np.linspace(-1, 2, rows)
-    out = start.clone()
-    products = mix(out, table, weights, out)
-    exact = start.double() + torch.from_numpy(weights) @ table.double()
-    expected = [*(table.double() @ exact).tolist(), float(exact @ exact)]
-    tolerance = 1e-5 * float(exact.norm()) * max(1.0, float(table.double().norm(dim=1).max()))
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(products, expected, rtol=1e-6, atol=tolerance)
-    without = start.clone()
-    assert mix(without, table, weights, None) is None
-    assert torch.equal(without, out)
-    other = torch.randn(size, generator=generator)
-    about = [*(table.double() @ other.double()).tolist(), float(other.double() @ other.double())]
-    np.testing.assert_allclose(mix(without, table, weights, other), about, rtol=1e-5, atol=tolerance)
-    reference()
-    np.testing.assert_allclose(mix(start.clone(), table, weights, other), about, rtol=1e-5, atol=tolerance)
-    slow = start.clone()
-    np.testing.assert_allclose(mix(slow, table, weights, slow), expected, rtol=1e-6, atol=tolerance)
-    torch.testing.assert_close(slow, out, rtol=1e-5, atol=1e-5)
+    table = torch.randn(rows + 1, size + 5, generator=generator).to(dtype)[:, :size]
+    start, other, trend = torch.randn(3, size, generator=generator)
+    weights, order = np.linspace(-1, 2, rows), torch.randperm(rows + 1, generator=generator).tolist()
+    *order, free = order
+    exact = start.double() + torch.from_numpy(weights) @ table[order].double()
+    followed = trend.double() + 0.3 * (table[order[0]].double() - trend.double())
+    for compiled in (True, False):
+        if not compiled:
+            reference()
+        plain = start.clone()
+        mix(plain, table, order, weights.tolist())
+        torch.testing.assert_close(plain.double(), exact, rtol=1e-5, atol=1e-5)
+        for vector in (None, other):  # what is remembered is the result itself, or another vector
+            out, kept, moved = start.clone(), table.clone(), Trend(trend.clone(), table[order[0]], 0.3)
+            remembered = out if vector is None else vector
+            products = mix_and_remember(out, kept, order, weights.tolist(), remembered, kept[free], moved)
+            assert torch.equal(out, plain)
+            assert torch.equal(kept[free], remembered.to(dtype))
+            assert torch.equal(kept[order], table[order])
+            assert moved.newest is None
+            torch.testing.assert_close(moved.value.double(), followed, rtol=1e-5, atol=1e-5)
+            about = exact if vector is None else other.double()
+            expected = [*(table[order].double() @ about).tolist(), float(about @ about), float(followed @ about)]
+            tolerance = 1e-5 * float(about.norm()) * max(1.0, float(table.double().norm(dim=1).max()))
+            np.testing.assert_allclose(products, expected, rtol=1e-6, atol=tolerance)
+            alone = Trend(trend.clone(), table[order[0]], 0.3)
+            assert torch.equal(alone.settle(), moved.value)  # a checkpoint in between changes no bit
 
 
-def test_products_are_given_for_what_was_made_and_nothing_else():
-    recall = Recall(torch.ones(2, 4), np.array([1.0, 2.0]), True)
+@needs_compiler
+def test_rows_are_rounded_as_pytorch_rounds(reference):
+    ties = torch.arange(0, 1 << 12, dtype=torch.int32).add(0x3F80 << 16).mul(1 << 4).view(torch.float32)
+    odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4e38, -3.4e38, 1e-45, 2.0**-126])
+    vector = torch.cat([ties, -ties, odd, torch.randn(1000)])
+    table, trend = torch.zeros(2, len(vector), dtype=torch.bfloat16), Trend(torch.zeros(len(vector)))
+    mix_and_remember(torch.zeros(len(vector)), table, [0], [1.0], vector, table[1], trend)
+    expected = vector.to(torch.bfloat16)
+    assert torch.equal(table[1].isnan(), expected.isnan())
+    assert torch.equal(table[1].nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
+
+
+def test_what_was_remembered_is_that_vector_and_no_other():
+    table = torch.ones(3, 4)
+    recall = Recall(table, [0, 1], [1.0, 2.0], table[2], Trend(torch.zeros(4)))
     out = torch.zeros(4)
     recall.add_to(out, 0.5)
-    assert out.tolist() == [1.5] * 4
-    assert recall.products(out).tolist() == [6.0, 6.0, 9.0]
-    assert recall.products(out.clone()) is None
+    assert out.tolist() == table[2].tolist() == [1.5] * 4
+    assert recall.remembered(out) == [6.0, 6.0, 9.0, 0.0]
+    assert recall.remembered(out.clone()) is None
     out.mul_(2)
-    assert recall.products(out) is None
+    assert recall.remembered(out) is None
 
 
 def memory_of(writes: int, fused: bool) -> fodp.FractionalMemory:
@@ -193,12 +214,16 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("radius[i] = std * sqrtf", "radius[i] = 0.999f * std * sqrtf"),  # too little noise
         ("* 0x1p-63;", "* 0x1p-62;"),  # uniforms beyond one
         ("& 2) << 30));\n    *sine", "& 2) << 29));\n    *sine"),  # a quadrant's sign
-        ("dots[r + j] += sum##j", "dots[r + j] = sum##j"),  # the last block only
-        ("+ weight##j * WIDE", "- weight##j * WIDE"),
-        ("define WIDE(entry) (entry)", "define WIDE(entry) (0.99f * entry)"),
-        ("<< 16;", "<< 15;"),  # in what rounded rows are widened to
-        ("define RECALL fodp_recall\n", "define RECALL another_name\n"),
-        ("define RECALL fodp_recall_bfloat16\n", "define RECALL another_name\n"),
+        ("products[r + j] += sum", "products[r + j] = sum"),  # the last chunk only
+        ("total += weight[j]", "total -= weight[j]"),
+        ("order[least(r + j, count - 1)]", "order[least(r, count - 1)]"),
+        ("square += x * x", "square += 1.01f * x * x"),
+        ("trend + gamma * apart", "trend + 0.99f * gamma * apart"),  # an average of its own
+        ("STORE(kept + at, x, m);", ""),
+        ("words) << 16", "words) << 15"),  # in what rounded rows are widened to
+        ("0x7FFF + ", "0xFFFF + "),  # rounded up
+        ("define OF(name) name\n", "define OF(name) another_##name\n"),
+        ("define OF(name) name##_bfloat16\n", "define OF(name) another_##name\n"),
         ("#include <math.h>", "#include <no_such_file.h>"),
     ],
 )

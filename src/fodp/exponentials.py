@@ -9,13 +9,16 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.recall import Floats
-from fodp.window import WindowMemory
+from fodp.window import WindowMemory, normalised
+
+Array = npt.NDArray[np.float64]
 
 _MOST_TERMS = 6
 _TRIALS = 17  # slowest and fastest rates that are tried; odd, so that the slowest may be λ itself
@@ -25,8 +28,8 @@ _REACH = 1e-6  # `weights` leaves out the old lags that have less than this toge
 class Kernel(NamedTuple):
     """Σ_m shares_m·decays_m^(j-1), and the largest error of its normalised weights at any step (ℓ1)."""
 
-    decays: Floats
-    shares: Floats
+    decays: Array
+    shares: Array
     error: float
 
 
@@ -44,7 +47,7 @@ class ExponentialSumMemory(WindowMemory):
         self.lam = _checks.at_least_zero("lam", lam)
         self.tolerance = _checks.open_fraction("tolerance", tolerance)
         self.decays, self.shares, self.error = fitted(self.alpha, self.window, self.lam, self.tolerance)
-        self._kept = len(self.decays)
+        self._slots = len(self.decays)
         self._reach = math.ceil(math.log(_REACH) / math.log(self.decays.max()))
 
     @property
@@ -53,20 +56,20 @@ class ExponentialSumMemory(WindowMemory):
         return min(self._reach, self._writes)
 
     def _by_lag(self) -> Floats:
-        kernel = _values(self.decays, self.filled) @ self.shares
-        return kernel / kernel.sum() if self.filled else kernel
+        return normalised((_values(self.decays, self.filled) @ self.shares).tolist())
 
     def _by_row(self) -> Floats:
         seen = (1 - self.decays**self._writes) / (1 - self.decays)  # Σ ρ^(j-1) over the lags there are
-        weights: Floats = self.shares / (self.shares @ seen)
-        return weights
+        return (self.shares / (self.shares @ seen)).tolist()
 
-    def write(self, release: Tensor) -> None:
-        """Remember a release: S ← ρ·S + s̃ for each term."""
-        self._fit(release)
-        for row, decay in zip(self._ring(), self.decays.tolist(), strict=True):
+    def _order(self) -> list[int]:
+        return list(range(self._slots))
+
+    def _keep(self, release: Tensor) -> None:
+        """S ← ρ·S + s̃ for each term."""
+        assert self._table is not None
+        for row, decay in zip(self._table, self.decays.tolist(), strict=True):
             torch.add(release.detach(), row, alpha=decay, out=row)
-        self._writes += 1
 
 
 @functools.cache
@@ -74,7 +77,7 @@ def fitted(alpha: float, window: int, lam: float, tolerance: float) -> Kernel:
     """The fewest exponentials whose error is at most the tolerance."""
     lags = np.arange(1, window, dtype=np.float64)
     logs = (alpha - 1) * np.log(lags + 1) - lam * lags
-    kernel: Floats = np.exp(logs - logs.max())
+    kernel: Array = np.exp(logs - logs.max())
     kernel /= kernel.sum()
     slowest = np.clip(max(lam, 1 / window), None, 20.0) * np.geomspace(0.25, 4, _TRIALS)
     error = math.inf
@@ -98,13 +101,13 @@ def fitted(alpha: float, window: int, lam: float, tolerance: float) -> Kernel:
     )
 
 
-def _values(decays: Floats, count: int) -> Floats:
+def _values(decays: Array, count: int) -> Array:
     """ρ_m^(j-1), a row for each lag j = 1, …, count."""
-    values: Floats = decays ** np.arange(count)[:, None]
+    values: Array = decays ** np.arange(count)[:, None]
     return values
 
 
-def _least_squares(kernel: Floats, decays: Floats) -> tuple[Floats, Floats]:
+def _least_squares(kernel: Array, decays: Array) -> tuple[Array, Array]:
     """The non-negative shares nearest to the kernel over all lags to infinity, without the terms that get none."""
     from scipy.optimize import nnls
 
@@ -114,14 +117,14 @@ def _least_squares(kernel: Floats, decays: Floats) -> tuple[Floats, Floats]:
     return decays[shares > 0], shares[shares > 0]
 
 
-def _late_error(kernel: Floats, decays: Floats, shares: Floats) -> float:
+def _late_error(kernel: Array, decays: Array, shares: Array) -> float:
     """Σ|ŵ - w| at its largest from a full window on: it is convex in the normaliser, so at its first or last value."""
     found = _values(decays, len(kernel)) @ shares
     normalisers = found.sum(), (shares / (1 - decays)).sum()
     return float(max(np.abs(found / n - kernel).sum() + 1 - found.sum() / n for n in normalisers))
 
 
-def _early_error(kernel: Floats, decays: Floats, shares: Floats) -> float:
+def _early_error(kernel: Array, decays: Array, shares: Array) -> float:
     """Σ|ŵ - w| at its largest while the window fills."""
     found = _values(decays, len(kernel)) @ shares
     sums = zip(found.cumsum(), kernel.cumsum(), strict=True)

@@ -8,15 +8,15 @@ query structure"). A window K counts the present step: it looks back at lags 1 t
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.recall import Floats, inner_product, inner_products, squared_distances
-from fodp.window import WindowMemory
+from fodp.recall import Floats, Recall, Trend, inner_products, squared_distance
+from fodp.window import WindowMemory, normalised
 
-# The few numbers by lag live in NumPy: on vectors that short PyTorch's calls cost more than their work.
+# The few numbers by lag are plain floats: after a pass over the window, which leaves nothing else in the caches, every
+# call into NumPy or PyTorch costs ten times its work.
 
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
@@ -39,7 +39,7 @@ class UniformMemory(WindowMemory):
         super().__init__(window, bfloat16=bfloat16)
 
     def _by_lag(self) -> Floats:
-        return np.full(self.filled, 1 / max(1, self.filled))
+        return normalised([1.0] * self.filled)
 
 
 class ExponentialMemory(WindowMemory):
@@ -54,8 +54,7 @@ class ExponentialMemory(WindowMemory):
         self.decay = _checks.open_fraction("decay", decay)
 
     def _by_lag(self) -> Floats:
-        kernel: Floats = self.decay ** np.arange(self.filled, dtype=np.float64)
-        return kernel / kernel.sum() if self.filled else kernel
+        return normalised([self.decay**lag for lag in range(self.filled)])
 
 
 class FractionalMemory(WindowMemory):
@@ -97,67 +96,79 @@ class FractionalMemory(WindowMemory):
         self.kappa = _checks.positive("kappa", kappa)
         self.zeta = _checks.positive("zeta", zeta)
         self.eps = _checks.positive("eps", eps)
-        self._lags = np.arange(1, self.window, dtype=np.float64)
-        self._log_power_law: Floats = (self.alpha - 1) * np.log(self._lags + 1) - self.lam * self._lags
+        self._log_power_law = [(self.alpha - 1) * math.log(j + 1) - self.lam * j for j in range(1, self.window)]
         self._scored = self.tau > 0 and self.window > 1  # else the kernel is fixed: no score is ever asked for
-        # Inner products that give every score without another pass over the ring, by ring row:
-        self._squares: Floats = np.zeros(self.window - 1)  # ‖s̃‖²
-        self._along: Floats = np.zeros(self.window - 1)  # ⟨s̃, EMA⟩
-        self._distances: Floats = np.zeros(self.window - 1)  # ‖s̃ - EMA‖
-        self._trend_square = 0.0  # ‖EMA‖²
-        self._own_trend: Tensor | None = None
-
-    def write(self, release: Tensor) -> None:
-        """Remember a release and follow the trend: EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA."""
-        self._fit(release)
         if self._scored:
-            self._follow(release)
-        super().write(release)
+            self._slots += 1  # a release is written into a free row while the others are read
+        # Inner products that give every score without another pass over the ring, by lag:
+        self._squares: Floats = []  # ‖s̃‖²
+        self._along: Floats = []  # ⟨s̃, EMA⟩
+        self._distances: Floats = []  # ‖s̃ - EMA‖
+        self._trend_square = 0.0  # ‖EMA‖²
+        self._trend: Trend | None = None
+        self._recall: Recall | None = None
 
-    def _follow(self, release: Tensor) -> None:
-        """Move the trend and the inner products with it; the release's row comes next."""
-        assert self._table is not None
-        if self._own_trend is None and not self._leading:
-            self._own_trend = torch.zeros_like(release)
-        trend, gamma, rows = self._trend(), self.gamma, self.filled
-        products = None if self._recall is None else self._recall.products(release)
+    def recall(self) -> Recall | None:
+        """The memory state u as a term of a query; the release that it becomes part of is remembered on the way."""
+        if not self._scored or self._table is None or self._trend is None:
+            return super().recall()
+        self._recall = Recall(self._table, self._order(), self._by_row(), self._next_row(), self._trend)
+        return self._recall
+
+    def _keep(self, release: Tensor) -> None:
+        """Remember, and follow the trend: EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA."""
+        if not self._scored:
+            super()._keep(release)
+            return
+        if self._trend is None:
+            self._trend = Trend(torch.zeros_like(release))
+        products = None if self._recall is None else self._recall.remembered(release)
         if products is None:
-            products = inner_products(self._table[: self._leading + rows], release.detach())
-        if not self._leading:
-            products = np.append(inner_product(trend, release.detach()), products)
-        along, square = float(products[0]), float(products[-1])
-        new = self._writes % (self.window - 1)
-        if self._writes == 0:
-            trend.copy_(release)
-            along, gamma = square, 1.0
-        else:
-            trend.lerp_(release, gamma)
-        square_now = gamma**2 * square + 2 * gamma * (1 - gamma) * along + (1 - gamma) ** 2 * self._trend_square
-        self._trend_square = max(0.0, square_now)  # rounding, where trend and release cancel
-        self._along[:rows] += gamma * (products[1:-1] - self._along[:rows])
-        self._squares[new], self._along[new] = square, gamma * square + (1 - gamma) * along
-        rows = max(rows, new + 1)
-        squares = self._squares[:rows]
-        apart = squares - 2 * self._along[:rows] + self._trend_square
-        close = np.flatnonzero(apart < _CANCELS * (squares + self._trend_square))
-        for row in close:  # under noise only in the first few steps, or when γ is near one
-            remembered = release if row == new else self._ring()[row]
-            apart[row] = squared_distances(remembered.unsqueeze(0), trend)[0]
-        self._distances[:rows] = np.sqrt(apart)
+            super()._keep(release)
+            assert self._table is not None
+            products = inner_products(self._table, self._order(), release, self._trend.settle())
+        self._recall = None
+        gamma = self.gamma if self._writes else 1.0
+        self._trend.newest, self._trend.gamma = self._next_row(), gamma
+        *past, square, along = products
+        self._score(past, square, along, gamma)
 
-    def _trend(self) -> Tensor:
-        """The table's first row, or beside a rounded ring a vector of its own, which is not rounded."""
-        trend = self._table[0] if self._leading and self._table is not None else self._own_trend
-        assert trend is not None
-        return trend
+    def _score(self, past: Floats, square: float, along: float, gamma: float) -> None:
+        """Move the inner products with the trend, and by a lag; from them follow the distances."""
+        rest = 1 - gamma
+        moved = gamma**2 * square + 2 * gamma * rest * along + rest**2 * self._trend_square
+        self._trend_square = max(0.0, moved)  # rounding, where trend and release cancel
+        lags = self.window - 1
+        followed = [old + gamma * (new - old) for old, new in zip(self._along, past, strict=True)]
+        self._along = [gamma * square + rest * along, *followed][:lags]
+        self._squares = [square, *self._squares][:lags]
+        self._distances = [
+            self._distance(age, square + self._trend_square, along)
+            for age, (square, along) in enumerate(zip(self._squares, self._along, strict=True))
+        ]
+
+    def _distance(self, age: int, squares: float, along: float) -> float:
+        """‖s̃ - EMA‖ of a release; where inner products cancel, from the vectors themselves.
+
+        Under noise that is in the first few steps, or when γ is near one.
+        """
+        apart = squares - 2 * along
+        if apart < _CANCELS * squares:
+            assert self._table is not None
+            assert self._trend is not None
+            apart = squared_distance(self._table[(self._writes - age) % self._slots], self._trend.settle())
+        return math.sqrt(apart)
 
     @property
     def inconsistency(self) -> Tensor:
         """ν_j for the lags that can be looked back at."""
-        return torch.from_numpy(self._inconsistency())
+        return torch.tensor(self._inconsistency(), dtype=torch.float64)
 
     def _inconsistency(self) -> Floats:
-        return self._distances[self._rows()] / (max(math.sqrt(self._trend_square), self.kappa) + self.eps)
+        if not self._scored:
+            return [0.0] * self.filled  # no trend is followed
+        scale = max(math.sqrt(self._trend_square), self.kappa) + self.eps
+        return [distance / scale for distance in self._distances]
 
     @property
     def confidence(self) -> Tensor:
@@ -169,34 +180,28 @@ class FractionalMemory(WindowMemory):
         return norm / (norm + self.zeta)
 
     def _by_lag(self) -> Floats:
-        log_kernel = self._log_power_law[: self.filled]
-        if not self.filled:
-            return log_kernel.copy()
-        if self.tau > 0:
+        logs = self._log_power_law[: self.filled]
+        if self._scored:
             # A tempering beyond all floats is a weight of zero: the limits only keep it finite.
-            tempering = np.minimum(self._inconsistency(), _HUGE) * min(self._confidence() * self.tau, _HUGE)
-            log_kernel = log_kernel - tempering * self._lags[: self.filled]
-        kernel: Floats = np.exp(log_kernel - log_kernel.max())  # the largest is one: no under- or overflow of the sum
-        return kernel / kernel.sum()
+            tempering = min(self._confidence() * self.tau, _HUGE)
+            scores = zip(logs, self._inconsistency(), range(1, self.window), strict=False)
+            logs = [log - tempering * min(nu, _HUGE) * j for log, nu, j in scores]
+        largest = max(logs, default=0.0)  # its weight is one before they are normalised: no under- or overflow
+        return normalised([math.exp(log - largest) for log in logs])
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
         return super().state_dict() | {
-            "trend": self._trend().clone() if self._scored and self._table is not None else None,
-            "squares": torch.from_numpy(self._squares.copy()),
-            "along": torch.from_numpy(self._along.copy()),
-            "distances": torch.from_numpy(self._distances.copy()),
+            "trend": None if self._trend is None else self._trend.settle().clone(),
+            "squares": list(self._squares),
+            "along": list(self._along),
+            "distances": list(self._distances),
             "trend_square": self._trend_square,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
-        if self._scored and self._table is not None:
-            if not self._leading:
-                self._own_trend = torch.empty_like(state["trend"])
-            self._trend().copy_(state["trend"])
-        self._squares = state["squares"].cpu().numpy().copy()
-        self._along = state["along"].cpu().numpy().copy()
-        self._distances = state["distances"].cpu().numpy().copy()
+        self._trend, self._recall = None if state["trend"] is None else Trend(state["trend"].clone()), None
+        self._squares, self._along, self._distances = (list(state[name]) for name in ("squares", "along", "distances"))
         self._trend_square = float(state["trend_square"])

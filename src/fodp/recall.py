@@ -1,11 +1,14 @@
-"""One pass over remembered vectors: their weighted sum goes into a vector, whose inner products come out.
+"""One pass over remembered vectors: their weighted sum goes into a vector, which is remembered on the way.
 
 A window is far larger than a core's cache, so what costs is how often it is read. Here once per release: block by
 block, while the block is in cache.
 """
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator
+from ctypes import CDLL, c_double, c_float, c_size_t
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,92 +21,163 @@ BLOCK = 1 << 16
 # Entries of a block of rows that fit into a core's cache.
 _CACHED = 1 << 17
 
-Floats = npt.NDArray[np.float64]
+Floats = list[float]
+
+
+@dataclass
+class Trend:
+    """A running average of releases, the newest of which may still be missing from it.
+
+    Adding it takes a pass over both, so that is left to the next pass over the memory, where both are at hand.
+    """
+
+    value: Tensor
+    newest: Tensor | None = None
+    gamma: float = 0.0
+
+    def settle(self) -> Tensor:
+        """The average of all releases: value + γ·(newest - value), in the arithmetic of the compiled pass."""
+        if self.newest is not None:
+            library = _library(self.newest, self.value)
+            if library is None:
+                self.value.lerp_(self.newest.to(self.value.dtype), self.gamma)
+            else:
+                follow = library.fodp_follow_bfloat16 if _is_narrow(self.newest) else library.fodp_follow
+                follow(self.value.data_ptr(), self.newest.data_ptr(), self.gamma, self.value.numel())
+            self.newest = None
+        return self.value
 
 
 class Recall:
-    """Σ weight·row, not yet worked out: a term of a query.
+    """Σ weight·row over the rows of a table that `order` names, not yet worked out: a term of a query.
 
-    Adding it to a vector also takes, with `take_products`, the inner products with every row and with itself of
-    that vector, or of another one; `products` gives them for that very vector, as long as nobody has changed it.
+    Adding it to a vector also does, with a trend, what remembering that vector takes (or another one): its inner
+    products, and a copy in the row `kept`. `remembered` tells them, as long as nobody has changed the vector.
     """
 
-    def __init__(self, rows: Tensor, weights: Floats, take_products: bool):
-        self._rows, self._weights, self._take_products = rows, weights, take_products
+    def __init__(
+        self, table: Tensor, order: list[int], weights: Floats, kept: Tensor | None = None, trend: Trend | None = None
+    ):
+        self._table, self._order, self._weights, self._kept, self._trend = table, order, weights, kept, trend
         self._result: tuple[Tensor, int, Floats] | None = None
 
     def add_to(self, out: Tensor, factor: float, vector: Tensor | None = None) -> None:
-        """out += factor · Σ weight·row; the products are those of `vector`, or of the new out."""
-        vector = out if vector is None else vector
-        found = mix(out, self._rows, factor * self._weights, vector if self._take_products else None)
-        self._result = None if found is None else (vector, vector._version, found)
+        """out += factor · Σ weight·row; what is remembered is `vector`, or the new out."""
+        weights, vector = [factor * weight for weight in self._weights], out if vector is None else vector
+        if self._kept is None or self._trend is None:
+            mix(out, self._table, self._order, weights)
+        else:
+            products = mix_and_remember(out, self._table, self._order, weights, vector, self._kept, self._trend)
+            self._result = vector, vector._version, products
 
-    def products(self, vector: Tensor) -> Floats | None:
-        """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; None if `add_to` did not take them."""
+    def remembered(self, vector: Tensor) -> Floats | None:
+        """Its inner products with every row, itself and the trend, if `add_to` has remembered this very vector."""
         if self._result is None or self._result[0] is not vector or self._result[1] != vector._version:
             return None
         return self._result[2]
 
 
-def mix(out: Tensor, rows: Tensor, weights: Floats, vector: Tensor | None) -> Floats | None:
-    """out += Σ weight·row; then, of a vector, which may be the new out, the inner products with rows and itself."""
-    size = rows.shape[1]
-    if out.shape != (size,) or (vector is not None and vector.shape != (size,)):
-        raise PrivacyError(f"a memory of {size} entries cannot be mixed into a vector of shape {tuple(out.shape)}")
-    narrow_rows = rows.dtype == torch.bfloat16
-    plain = _plain(rows, narrow_rows) and all(_plain(t) for t in (out, vector) if t is not None)
-    library = kernels.library() if plain else None
+def mix(out: Tensor, table: Tensor, order: list[int], weights: Floats) -> None:
+    """out += Σ weight·row."""
+    _refuse_other_sizes(table, out)
+    library = _library(table, out)
     if library is not None:
-        narrow, products = weights.astype(np.float32), np.empty(len(rows) + 1)
-        recall = library.fodp_recall_bfloat16 if narrow_rows else library.fodp_recall
-        recall(
-            out.data_ptr(),
-            rows.data_ptr(),
-            rows.stride(0),
-            len(rows),
-            out.numel(),
-            narrow.ctypes.data,
-            None if vector is None else vector.data_ptr(),
-            None if vector is None else products.ctypes.data,
-        )
-        return None if vector is None else products
-    by_row = torch.from_numpy(weights).to(out)
-    parts: list[Floats] = []
-    step = max(1, min(BLOCK, _CACHED // len(rows)))
-    for start in range(0, out.numel(), step):
-        cached = rows[:, start : start + step].to(out.dtype)
-        out[start : start + step].addmv_(cached.t(), by_row)
-        if vector is not None:
-            parts.append(inner_products(cached, vector[start : start + step]))
-    return np.sum(parts, axis=0) if parts else None
+        _compiled(library, out, table, order, weights)
+        return
+    by_row = _by_row(table, order, weights).to(out)
+    for part in _parts(table):
+        out[part].addmv_(table[:, part].to(out.dtype).t(), by_row)
 
 
-def inner_products(rows: Tensor, vector: Tensor) -> Floats:
-    """⟨row, vector⟩ of every row, then ⟨vector, vector⟩; summed over blocks in float64."""
-    parts = [
-        torch.cat([torch.mv(rows[:, i : i + BLOCK].to(part.dtype), part), torch.dot(part, part).view(1)])
-        for i, part in zip(range(0, len(vector), BLOCK), vector.split(BLOCK), strict=True)
-    ]
-    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
+def mix_and_remember(
+    out: Tensor, table: Tensor, order: list[int], weights: Floats, vector: Tensor, kept: Tensor, trend: Trend
+) -> Floats:
+    """The same, and for a vector, which may be the new out: a copy, and inner products with rows, itself and trend."""
+    _refuse_other_sizes(table, out, vector, kept, trend.value)
+    library = _library(table, out, vector, trend.value)
+    if library is not None:
+        products = (c_double * (len(order) + 2))()
+        newest = None if trend.newest is None else trend.newest.data_ptr()
+        remember = vector.data_ptr(), products, kept.data_ptr(), trend.value.data_ptr(), newest, trend.gamma
+        _compiled(library, out, table, order, weights, *remember)
+        trend.newest = None
+        return list(products)
+    by_row, average = _by_row(table, order, weights).to(out), trend.settle()
+    products_of_parts = []
+    for part in _parts(table):
+        cached = table[:, part].to(out.dtype)
+        out[part].addmv_(cached.t(), by_row)
+        products_of_parts.append(_products(cached, vector[part], average[part]))
+    kept.copy_(vector.detach())
+    return _summed(products_of_parts, order)
 
 
-def inner_product(left: Tensor, right: Tensor) -> float:
-    """⟨left, right⟩; summed over blocks in float64."""
-    parts = [torch.dot(a, b) for a, b in zip(left.split(BLOCK), right.split(BLOCK), strict=True)]
-    return float(torch.stack(parts).cpu().numpy().sum(dtype=np.float64))
-
-
-def squared_distances(rows: Tensor, vector: Tensor) -> Floats:
-    """‖row - vector‖² of every row: subtracted first, so that nothing cancels."""
-    starts = range(0, len(vector), BLOCK)
-    parts = [(rows[:, i : i + BLOCK] - vector[i : i + BLOCK]).square_().sum(1) for i in starts]
-    return torch.stack(parts).cpu().numpy().sum(0, dtype=np.float64)
-
-
-def _plain(tensor: Tensor, narrow: bool = False) -> bool:
-    """What the compiled pass reads: float32 or bfloat16 in main memory, entries of a row side by side."""
-    return (
-        tensor.dtype == (torch.bfloat16 if narrow else torch.float32)
-        and tensor.device.type == "cpu"
-        and tensor.stride(-1) == 1
+def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weights: Floats, *remember: Any) -> None:
+    recall, count = library.fodp_recall_bfloat16 if _is_narrow(table) else library.fodp_recall, len(order)
+    recall(
+        out.data_ptr(),
+        table.data_ptr(),
+        table.stride(0),
+        (c_size_t * count)(*order),
+        count,
+        out.numel(),
+        (c_float * count)(*weights),
+        *(remember or (None, None, None, None, None, 0.0)),
     )
+
+
+def _by_row(table: Tensor, order: list[int], weights: Floats) -> Tensor:
+    """The weight of every row of the table: most have one, so reading all beats picking."""
+    by_row = torch.zeros(len(table), dtype=torch.float64)
+    by_row[order] = torch.tensor(weights, dtype=torch.float64)
+    return by_row
+
+
+def _parts(table: Tensor) -> Iterator[slice]:
+    """Columns of all rows that fit into a core's cache."""
+    step = max(1, min(BLOCK, _CACHED // len(table)))
+    return (slice(start, start + step) for start in range(0, table.shape[1], step))
+
+
+def inner_products(table: Tensor, order: list[int], vector: Tensor, trend: Tensor) -> Floats:
+    """⟨row, vector⟩ of the rows in order, then ⟨vector, vector⟩ and ⟨trend, vector⟩."""
+    parts = (_products(table[:, part].to(vector.dtype), vector[part], trend[part]) for part in _parts(table))
+    return _summed(list(parts), order)
+
+
+def _products(rows: Tensor, vector: Tensor, trend: Tensor) -> Tensor:
+    vector = vector.detach()
+    return torch.cat([torch.mv(rows, vector), torch.mv(torch.stack([vector, trend]), vector)])
+
+
+def _summed(products_of_parts: list[Tensor], order: list[int]) -> Floats:
+    *by_row, square, along = torch.stack(products_of_parts).cpu().double().sum(0).tolist()
+    return [*(by_row[row] for row in order), square, along]
+
+
+def squared_distance(left: Tensor, right: Tensor) -> float:
+    """‖left - right‖²: subtracted first, so that nothing cancels."""
+    parts = [(a - b).square_().sum() for a, b in zip(left.split(BLOCK), right.split(BLOCK), strict=True)]
+    return float(torch.stack(parts).cpu().double().sum())
+
+
+def _refuse_other_sizes(table: Tensor, *vectors: Tensor) -> None:
+    size = table.shape[1]
+    for vector in vectors:
+        if vector.shape != (size,):
+            raise PrivacyError(
+                f"a memory of {size} entries cannot be mixed into a vector of shape {tuple(vector.shape)}"
+            )
+
+
+def _library(table: Tensor, *vectors: Tensor) -> CDLL | None:
+    """The compiled pass, if it can read these: a table of float32 or bfloat16, vectors of float32, in main memory."""
+    kinds = (torch.float32, torch.bfloat16)
+    plain = table.dtype in kinds and all(vector.dtype == torch.float32 for vector in vectors)
+    if plain and all(t.device.type == "cpu" and t.stride(-1) == 1 for t in (table, *vectors)):
+        return kernels.library()
+    return None
+
+
+def _is_narrow(table: Tensor) -> bool:
+    return table.dtype == torch.bfloat16

@@ -1,5 +1,6 @@
 """The window of a memory: the last releases, kept in a ring and read in one pass."""
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -19,20 +20,12 @@ class WindowMemory(ABC):
     bfloat16: half the memory, and an average off by at most 2⁻⁸ of the weighted absolute values, entry by entry.
     """
 
-    _scored = False  # whether a trend is followed
-
     def __init__(self, window: int, *, bfloat16: bool = False):
         self.window = _checks.whole("window", window, maximum=100_000)
         self.bfloat16 = bfloat16
-        self._kept = self.window - 1  # rows of the ring
-        self._table: Tensor | None = None  # a row of the trend if `_leading`, then the ring's; made at the first write
+        self._slots = self.window - 1  # rows of the table
+        self._table: Tensor | None = None  # the ring, made at the first write
         self._writes = 0
-        self._recall: Recall | None = None
-
-    @property
-    def _leading(self) -> int:
-        """Rows before the ring's: the trend, which is read in the same pass unless the ring is rounded."""
-        return int(self._scored and not self.bfloat16)
 
     @property
     def written(self) -> int:
@@ -47,7 +40,7 @@ class WindowMemory(ABC):
     @property
     def weights(self) -> Tensor:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
-        return torch.from_numpy(self._by_lag())
+        return torch.tensor(self._by_lag(), dtype=torch.float64)
 
     @abstractmethod
     def _by_lag(self) -> Floats:
@@ -58,40 +51,43 @@ class WindowMemory(ABC):
 
         Reading changes nothing. The result never aliases the memory. A bfloat16 memory is read in float32.
         """
-        recall = self._recalled()
-        if recall is None or self._table is None:
+        if self._table is None or self.filled == 0:
             return None
         dtype = torch.float32 if self.bfloat16 else self._table.dtype
         out = self._table.new_zeros(self._table.shape[1], dtype=dtype) if out is None else out.zero_()
-        recall.add_to(out, 1.0)
+        Recall(self._table, self._order(), self._by_row()).add_to(out, 1.0)
         return out
 
     def recall(self) -> Recall | None:
         """The memory state u as a term of a query: worked out as part of the release, in one pass over the window.
 
-        The inner products that `write` needs are taken on the way. Never use it after the next `write`.
+        Never use it after the next `write`.
         """
-        self._recall = self._recalled(self._scored)
-        return self._recall
-
-    def _recalled(self, take_products: bool = False) -> Recall | None:
         if self._table is None or self.filled == 0:
             return None
-        weights = self._by_row()
-        return Recall(self._table[: len(weights)], weights, take_products)
-
-    def _by_row(self) -> Floats:
-        weights = np.zeros(self._leading + self.filled)
-        weights[self._leading :][self._rows()] = self._by_lag()
-        return weights
+        return Recall(self._table, self._order(), self._by_row())
 
     def write(self, release: Tensor) -> None:
         """Remember a release (a copy of it) and forget the oldest beyond the window."""
         self._fit(release)
         if self.window > 1:
-            self._ring()[self._writes % (self.window - 1)] = release
+            self._keep(release)
         self._writes += 1
-        self._recall = None
+
+    def _keep(self, release: Tensor) -> None:
+        self._next_row().copy_(release.detach())
+
+    def _next_row(self) -> Tensor:
+        assert self._table is not None
+        return self._table[self._writes % self._slots]
+
+    def _order(self) -> list[int]:
+        """The rows of lags 1, 2, …: the newest release first."""
+        return [(self._writes - lag) % self._slots for lag in range(1, self.filled + 1)]
+
+    def _by_row(self) -> Floats:
+        """The weights of the rows in `_order`."""
+        return self._by_lag()
 
     def _fit(self, release: Tensor) -> None:
         """Refuse what is not a release of this memory's size; make the table for the first one."""
@@ -100,17 +96,9 @@ class WindowMemory(ABC):
         size = release.numel()
         if self._table is None:
             dtype = torch.bfloat16 if self.bfloat16 else release.dtype
-            self._table = _table(self._leading + self._kept, size, release, dtype)
+            self._table = _table(self._slots, size, release, dtype)
         if size != self._table.shape[1]:
             raise PrivacyError(f"a release of {size} entries does not fit {self._table.shape[1]}")
-
-    def _ring(self) -> Tensor:
-        assert self._table is not None
-        return self._table[self._leading :]
-
-    def _rows(self) -> list[int]:
-        """The ring rows of lags 1, 2, …: the newest release first."""
-        return [(self._writes - lag) % (self.window - 1) for lag in range(1, self.filled + 1)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
@@ -118,23 +106,34 @@ class WindowMemory(ABC):
             "window": self.window,
             "bfloat16": self.bfloat16,
             "writes": self._writes,
-            "ring": None if self._table is None else self._ring().clone(),
+            "releases": None if self._table is None else self._table[self._order()],  # newest first
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
         if state["window"] != self.window:
             raise PrivacyError(f"the saved memory has window {state['window']}, this one {self.window}")
-        ring = state["ring"]
-        if state.get("bfloat16", False) != self.bfloat16 or (ring is not None and len(ring) != self._kept):
+        self._writes, self._table, releases = int(state["writes"]), None, state["releases"]
+        rows = self._order()
+        if bool(state["bfloat16"]) != self.bfloat16 or (releases is not None and len(releases) != len(rows)):
             raise PrivacyError("the saved memory keeps its releases in another form: load it with the same `compact`")
-        self._writes, self._table, self._recall = int(state["writes"]), None, None
-        if ring is not None:
-            self._table = _table(self._leading + len(ring), ring.shape[1], ring, ring.dtype)
-            self._ring().copy_(ring)
+        if releases is not None:
+            self._table = _table(self._slots, releases.shape[1], releases, releases.dtype)
+            self._table[rows] = releases
+
+
+def normalised(kernel: Floats) -> Floats:
+    """Divided by their sum."""
+    total = math.fsum(kernel)
+    return [value / total for value in kernel]
 
 
 def _table(rows: int, size: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeroed rows that each begin at a cache line's multiple from the first."""
     line = 32 if dtype == torch.bfloat16 else 16
-    return like.new_zeros(rows, -(-size // line) * line, dtype=dtype)[:, :size]
+    shape = rows, -(-size // line) * line
+    if like.device.type == "cpu":
+        # NumPy asks for huge pages where the system has them: reading a large window is up to twice as fast.
+        entries = {torch.bfloat16: np.uint16, torch.float32: np.float32, torch.float64: np.float64}[dtype]
+        return torch.from_numpy(np.zeros(shape, entries)).view(dtype)[:, :size]
+    return like.new_zeros(shape, dtype=dtype)[:, :size]

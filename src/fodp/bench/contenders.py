@@ -39,7 +39,7 @@ class Contender:
 
     @property
     def window(self) -> int:
-        """Vectors of its memory: K (K-1 releases and their trend), none for DP-SGD."""
+        """Vectors of its memory: K (K-1 releases and their trend; not the free row), none for DP-SGD."""
         window = int(self.settings.get("params", {}).get("window", self.settings.get("window", 1)))
         return window if window > 1 else 0
 

@@ -24,17 +24,31 @@ def is_right(found: ctypes.CDLL) -> bool:
 
 
 def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
-    rows, out = numbers.standard_normal((11, 5003), np.float32), numbers.standard_normal(5003, np.float32)
-    weights = numbers.standard_normal(11, np.float32)
-    halves = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    table, out, trend = (numbers.standard_normal(shape, np.float32) for shape in ((12, 5003), 5003, 5003))
+    weights, order = numbers.standard_normal(11, np.float32), np.array([4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6], np.uintp)
+    halves = (table.view(np.uint32) >> 16).astype(np.uint16)
     cut = (halves.astype(np.uint32) << 16).view(np.float32)
-    for recall, kept, values in ((found.fodp_recall, rows, rows), (found.fodp_recall_bfloat16, halves, cut)):
-        result, dots = out.copy(), np.empty(12)
-        mixed = out + weights.astype(np.float64) @ values
-        address = result.ctypes.data
-        recall(address, kept.ctypes.data, 5003, 11, 5003, weights.ctypes.data, address, dots.ctypes.data)
-        expected = [*(values @ mixed), mixed @ mixed]
-        if not (np.allclose(result, mixed, rtol=1e-5, atol=1e-5) and np.allclose(dots, expected, rtol=1e-4, atol=1e-1)):
+    loops = (
+        (found.fodp_recall, found.fodp_follow, table.copy(), table, 1e-5),
+        (found.fodp_recall_bfloat16, found.fodp_follow_bfloat16, halves, cut, 2.0**-8),
+    )
+    for recall, follow, kept, values, rounding in loops:
+        mixed = out + weights.astype(np.float64) @ values[order]
+        followed = trend + 0.25 * (values[4].astype(np.float64) - trend)
+        result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.empty(13)
+        rows, address = (kept.ctypes.data, 5003, order.ctypes.data, 11), result.ctypes.data
+        remember = address, products.ctypes.data, kept[5].ctypes.data, moved.ctypes.data, kept[4].ctypes.data, 0.25
+        recall(address, *rows, 5003, weights.ctypes.data, *remember)
+        follow(alone.ctypes.data, kept[4].ctypes.data, 0.25, 5003)
+        written = kept[5] if kept.dtype == np.float32 else (kept[5].astype(np.uint32) << 16).view(np.float32)
+        right = (
+            np.allclose(result, mixed, rtol=1e-5, atol=1e-5)
+            and np.allclose(products, [*(values[order] @ mixed), mixed @ mixed, followed @ mixed], rtol=1e-4, atol=1e-1)
+            and np.allclose(written, result, rtol=rounding, atol=0)
+            and np.allclose(moved, followed, rtol=1e-5, atol=1e-5)
+            and np.array_equal(moved, alone)
+        )
+        if not right:
             return False
     return True
 

@@ -1,13 +1,6 @@
 /* Gaussian noise from random words (Box and Muller). */
 #include "common.h"
 
-/* Vectors of the compiler: it cuts them to what the processor has. */
-#define LANES 16
-typedef double  doubles __attribute__((vector_size(8 * LANES)));
-typedef int64_t longs   __attribute__((vector_size(8 * LANES)));
-typedef float   floats  __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints    __attribute__((vector_size(4 * LANES)));
-
 /* -2 ln u with u = (|word| + 1/2) / 2^63 = 2^k (1 + f), sqrt(1/2) <= 1 + f < sqrt(2). f is exact before it is
    rounded to float, so the result has all digits of a float near u = 1 too. Polynomial: Cephes' logf. */
 static inline floats minus_two_log(longs word) {
