@@ -20,12 +20,15 @@ from pathlib import Path
 
 import torch
 
+from fodp.cli import train
 from fodp.cli.main import main as fodp
 from fodp.ledger import Ledger
 from fodp.ledger.card import faults
 from fodp.noise import Streams
 
 WORDS = ["--dataset", "digits", "--epochs", "40", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
+
+train._SAVING = 1.0  # a checkpoint an epoch, whatever it costs: the more is written, the more can go wrong
 
 
 def start(folder, extra):

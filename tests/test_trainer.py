@@ -87,6 +87,23 @@ def test_a_seeded_run_resumes_bit_for_bit_at_any_step(tmp_path, stop, method, ki
     assert torch.equal(weights(second.model), weights(whole.model))
 
 
+@pytest.mark.parametrize(("share", "saved"), [(1.0, [0, 4, 8, 12, 16, 20, 24, 24]), (0.1, [0, 8, 16, 24, 24])])
+def test_checkpoints_take_their_share_of_the_time_at_most(tmp_path, monkeypatch, share, saved):
+    """An epoch of four steps takes six seconds here, and saving one."""
+    clock, steps = [0.0], []
+    monkeypatch.setattr("fodp.training.callbacks.time.perf_counter", lambda: clock[0])
+
+    class Clock(Callback):
+        def on_epoch(self, trainer):
+            clock[0] += 6
+
+    run = trainer(callbacks=[Clock(), Checkpoint(tmp_path / "c.pt", share=share)])
+    run.steps_per_epoch = 4
+    run.save = lambda path: (steps.append(run.step), clock.__setitem__(0, clock[0] + 1))
+    run.fit()
+    assert steps == saved
+
+
 @pytest.mark.rule(11)
 def test_a_resumed_run_splits_its_lots_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr("fodp.clipping.engine._RECORDED_AT_ONCE", 100)

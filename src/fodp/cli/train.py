@@ -33,6 +33,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         noise_multiplier=1.1, sampling_rate=0.04, lot_size=200.0, accountant="rdp-classic",
     ),
 }  # fmt: skip
+_SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
 _ANEW = ("resume", "preset", "ledger", "allow_changed_data", "no_budget")
 
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     callbacks: list[Callback] = [Evaluate(splits.test, config["eval_every"]), CSVLog(folder.metrics)]
     if not options.quiet:
         callbacks.append(Progress())
-    callbacks.append(Checkpoint(folder.checkpoint))
+    callbacks.append(Checkpoint(folder.checkpoint, share=_SAVING))
     trainer = Trainer(
         model,
         cross_entropy,

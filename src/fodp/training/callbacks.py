@@ -7,6 +7,7 @@ and scores on data that was declared public.
 import csv
 import io
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -203,27 +204,39 @@ class TensorBoard(Callback):
 
 
 class Checkpoint(Callback):
-    """A checkpoint every `every` epochs and whenever a fit ends, also after Ctrl-C."""
+    """A checkpoint every `every` epochs and whenever a fit ends, also after Ctrl-C.
 
-    def __init__(self, path: str | Path, every: int = 1):
-        self.path, self.every = Path(path), _checks.whole("every", every)
+    With a `share` below one, an epoch goes without when saving would take more than that share of the time so far
+    since the last one: a crash then loses a little more, and short epochs cost little.
+    """
+
+    def __init__(self, path: str | Path, every: int = 1, share: float = 1.0):
+        self.path, self.every, self.share = Path(path), _checks.whole("every", every), _checks.fraction("share", share)
         self._epochs = 0
+        self._saved_at = self._seconds = 0.0  # when the last one was ready, and how long it took
 
     def on_start(self, trainer: "Trainer") -> None:
         """Save before the first release, so that there is always something to resume from."""
         if trainer.step == 0:
-            trainer.save(self.path)
+            self._save(trainer)
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Save now and then."""
         self._epochs += 1
-        if self._epochs % self.every == 0:
-            trainer.save(self.path)
+        affordable = self.share == 1 or self._seconds <= self.share * (time.perf_counter() - self._saved_at)
+        if self._epochs % self.every == 0 and affordable:
+            self._save(trainer)
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Save what there is; a step that broke off in the middle is not worth it."""
         if trainer.between_steps:
-            trainer.save(self.path)
+            self._save(trainer)
+
+    def _save(self, trainer: "Trainer") -> None:
+        started = time.perf_counter()
+        trainer.save(self.path)
+        self._saved_at = time.perf_counter()
+        self._seconds = self._saved_at - started
 
 
 class Progress(Callback):
