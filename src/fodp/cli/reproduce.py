@@ -21,8 +21,8 @@ EPILOG = """examples:
   fodp reproduce fair --challenge dp-sgd --set momentum=0.95 --label "more momentum"
 
 Experiments: baseline-rates, final-accuracy, accuracy, insertion, memory-design, window, order, beta-tradeoff,
-beta-joint, clipping, learning-rate, sensitivity, runtime. They need the data sets of the paper: FODP_DATA names their
-folder, or they are downloaded.
+beta-joint, clipping, learning-rate, reference, sensitivity, runtime. They need the data sets of the paper: FODP_DATA
+names their folder, or they are downloaded.
 
 Runs are recorded one by one under --out: stop at any time and start again, nothing is computed twice."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from fodp.data import Splits, load
 from fodp.experiments.code_version import code_version
 from fodp.experiments.spec import NON_PRIVATE, RunSpec
+from fodp.experiments.variants import varied
 from fodp.models import accuracy, build, cross_entropy, wants_flat
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler
@@ -48,6 +49,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
     splits = splits_for(spec.dataset, spec.model)
     torch.manual_seed(spec.seed)
     model = build(spec.model, splits.card)
+    splits = varied(spec.variant, splits, model)
     curve = Curve(model, _scored(spec, splits), spec.score_every)
     started = time.perf_counter()
     if spec.method == NON_PRIVATE:

@@ -38,6 +38,7 @@ class RunSpec:
     model: str = "mlp"
     scored_on: str = "test"
     score_every: int = 25  # steps: one epoch
+    variant: str = ""  # one of `variants.VARIANTS`: something that the paper leaves open, done otherwise
 
     def __post_init__(self) -> None:
         if self.target_epsilon is not None:
@@ -47,8 +48,11 @@ class RunSpec:
         object.__setattr__(self, "params", dict(sorted(self.params.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as they go into the record."""
-        return asdict(self)
+        """All fields, as they go into the record; `variant` came later and is left out where there is none."""
+        fields = asdict(self)
+        if not self.variant:
+            del fields["variant"]
+        return fields
 
     @property
     def key(self) -> str:
