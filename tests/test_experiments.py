@@ -7,21 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
+from torch.utils.data import TensorDataset
 
 from fodp._checks import PrivacyError
 from fodp.cli.main import main
-from fodp.experiments import challengers, fair, runner
+from fodp.experiments import challengers, fair, runner, runtime
 from fodp.experiments.catalog import DATASETS, EXPERIMENTS, quick
 from fodp.experiments.catalog import METHODS as PAPER_METHODS
 from fodp.experiments.code_version import code_version
-from fodp.experiments.execute import execute
+from fodp.experiments.execute import execute, splits_for
 from fodp.experiments.records import Records
 from fodp.experiments.runner import Runner
 from fodp.experiments.spec import NON_PRIVATE, RunSpec
+from fodp.experiments.variants import VARIANTS, varied
 from fodp.methods import METHODS
 
 
@@ -179,6 +183,111 @@ class TestCodeVersion:
         monkeypatch.setattr(where, change)
         assert code_version("fo-dp-sgd") != found
         code_version.cache_clear()
+
+
+class TestRuntime:
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        """Two methods on the embedded data."""
+        splits = splits_for("digits", "mlp")
+        monkeypatch.setattr(runtime, "splits_for", lambda dataset, model: splits)
+        few = {"a": ("dp-sgd", dict(lr=0.1)), "b": ("fo-dp-sgd", dict(lr=0.1))}
+        monkeypatch.setattr(runtime, "METHODS", few)
+
+    def test_a_stopped_measurement_goes_on_and_a_faster_code_is_measured_anew(self, tmp_path, monkeypatch):
+        path, shown = tmp_path / "runtime.jsonl", []
+
+        def killed(label):
+            shown.append(label)
+            if len(shown) == 5:  # in the third round
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            runtime.measure(path, killed, rounds=4, turn=3)
+        kept = path.read_bytes()
+        assert [record["round"] for record in lines(path)] == [0, 1]
+        assert shown == ["a", "b", "b", "a", "a"]  # the methods take turns at being first
+        shown.clear()
+        runtime.measure(path, shown.append, rounds=4, turn=3)
+        assert len(shown) == 8
+        assert path.read_bytes().startswith(kept)
+        assert [record["round"] for record in lines(path)] == [0, 1, 2, 3]
+        assert all(record["seconds"].keys() == {"a", "b"} for record in lines(path))
+        assert all(min(record["seconds"].values()) > 0 for record in lines(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "_trainer", lambda *_: pytest.fail("nothing is missing"))
+            runtime.measure(path, shown.append, rounds=4, turn=3)
+        monkeypatch.setattr(runtime, "speed_version", lambda: "faster")
+        runtime.measure(path, shown.append, rounds=1, turn=3)
+        assert len(lines(path)) == 5
+        assert lines(path)[-1]["code"] == "faster"
+
+    def test_one_process_measures_at_a_time(self, tmp_path):
+        path = tmp_path / "runtime.jsonl"
+        with FileLock(f"{path}.lock"), pytest.raises(PrivacyError, match="--out"):
+            runtime.measure(path, print, rounds=1, turn=3)
+        assert not path.exists()
+
+    def test_the_version_is_that_of_the_code_that_trains(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("fodp.__file__", str(tmp_path / "__init__.py"))
+        seen = set()
+        for name in ("memory.py", "kernels/recall.c", "kernels/common.h", "methods/a.py"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("new")
+            seen.add(runtime.speed_version())
+        assert len(seen) == 4
+        for name in ("experiments/a.py", "cli/a.py", "bench/a.py", "audit/a.py", "notes.txt"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("new")
+            assert runtime.speed_version() in seen
+
+
+class TestVariants:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_a_variant_is_another_run_of_which_one_thing_differs(self, variant):
+        plain, other = tiny(), tiny().with_(variant=variant)
+        assert other.key != plain.key
+        assert other.to_dict() == {**plain.to_dict(), "variant": variant}
+
+    def test_no_variant_leaves_no_trace(self):
+        """Records made before there were variants are still found."""
+        assert "variant" not in tiny().to_dict()
+        assert RunSpec(**tiny().to_dict()).key == tiny().key
+
+    def test_what_differs(self):
+        from fodp.data import CARDS, Splits
+        from fodp.models import build
+
+        card = replace(CARDS["cifar10"], train_size=4, test_size=3)
+        pixels = torch.linspace(0, 1, 12 * 3072).view(12, 3, 1024)
+        means, stds = (torch.tensor(numbers).view(3, 1) for numbers in (card.mean, card.std))
+        images = ((pixels - means) / stds).flatten(1)
+        parts = [TensorDataset(images[s], torch.zeros(len(images[s]))) for s in (slice(4), slice(4, 9), slice(9, 12))]
+        splits = Splits(card, *parts)
+
+        def of(variant):
+            torch.manual_seed(0)
+            model = build("mlp", card)
+            return varied(variant, splits, model), model
+
+        same, plain = of("")
+        assert same is splits
+        assert of("train[5000:10000]")[0].train is splits.validation
+        assert torch.equal(of("tested on train[5000:7000]")[0].test.tensors[0], images[4:7])
+        for variant, expected in (("pixels in [0, 1]", pixels), ("pixels in [-1, 1]", 2 * pixels - 1)):
+            changed, model = of(variant)
+            found = torch.cat([part.tensors[0] for part in (changed.train, changed.validation, changed.test)])
+            torch.testing.assert_close(found, expected.flatten(1), atol=1e-5, rtol=0)
+            assert torch.equal(model[1].weight, plain[1].weight)
+        splits_again, glorot = of("Glorot weights")
+        assert splits_again is splits
+        bound = math.sqrt(6 / (3072 + 64))
+        assert glorot[1].weight.abs().max().item() == pytest.approx(bound, rel=1e-3)
+        assert plain[1].weight.abs().max() < bound / 2
+        assert not glorot[1].bias.any()
+        with pytest.raises(KeyError):
+            of("no such variant")
 
 
 class TestCatalog:

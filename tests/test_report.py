@@ -171,6 +171,18 @@ class TestClaims:
         assert found["runtime-faster"].status == NOT_REPRODUCED  # DP-SAT is faster
         assert found["runtime-comparable"].status == REPRODUCED
 
+    def test_runtimes_are_those_of_the_latest_complete_measurement(self, tmp_path):
+        write_runtime(tmp_path, {}, turns=4, code="old", day="2026-01-01")
+        write_runtime(tmp_path, {FO: 2.0}, turns=3, code="new", day="2026-01-02")
+        assert {r["code"] for r in Results(tmp_path).rounds} == {"old"}  # the new one was interrupted
+        write_runtime(tmp_path, {FO: 2.0}, turns=4, code="new", day="2026-01-02")
+        results = Results(tmp_path)
+        assert sum(results.runtime[FO]) == pytest.approx(8, rel=0.05)
+        table = tables.of(results, RUNTIME)[0].markdown()
+        assert "4 turns of 250 steps, 40 epochs" in table
+        assert "2026-01-02, code `new`" in table
+        assert "`new`" in texts(results, {})["REPRODUCTION.md"]
+
     def test_epsilon_falls_with_beta(self, tmp_path):
         write_paper(tmp_path, lambda spec: 0.1, seeds=1, only=("beta-joint",))
         assert judge_all(Results(tmp_path))["joint-epsilon"].status == REPRODUCED

@@ -92,13 +92,12 @@ def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _runtime(options: argparse.Namespace, folder: Path) -> None:
     from fodp.experiments import catalog, runtime
-    from fodp.experiments.records import Records
     from fodp.experiments.runner import progress_bar
 
-    steps = 250 if options.quick else 6250
+    rounds = 1 if options.quick else runtime.ROUNDS
     with progress_bar(quiet=options.quiet) as bar:
-        task = bar.add_task("runtime", total=len(catalog.METHODS) * (steps // runtime.TURN), note="")
-        runtime.measure(Records(folder / "runtime.jsonl"), steps, lambda label: bar.update(task, advance=1, note=label))
+        task = bar.add_task("runtime", total=len(catalog.METHODS) * rounds, note="")
+        runtime.measure(folder / "runtime.jsonl", lambda label: bar.update(task, advance=1, note=label), rounds)
 
 
 def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _points(label: str, colour: str, found: Mapping[str, Difference]) -> Mark:
 def _runtime(results: Results) -> Chart:
     labels = [label for label in METHODS if label in results.runtime]
     ratios = [relative(results, label) for label in labels]
-    seconds = {label: results.runtime[label]["seconds"] for label in labels}
+    seconds = {label: sum(results.runtime[label]) for label in labels}
     means = [r.mean if r else seconds[x] / seconds.get(DP_SGD, seconds[x]) for x, r in zip(labels, ratios, strict=True)]
     low = [r.low if r else m for r, m in zip(ratios, means, strict=True)]
     high = [r.high if r else m for r, m in zip(ratios, means, strict=True)]

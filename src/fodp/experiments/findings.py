@@ -24,7 +24,7 @@ def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
     short = [name for name, (found, wanted) in zip(EXPERIMENTS, done, strict=True) if found < wanted]
     lines.append(
         f"{len(results.paper)} runs of the paper's experiments, {len(results.fair_records)} runs of the fair "
-        f"comparison and {len(results.runtime)} timed methods are recorded. "
+        f"comparison and {len(results.rounds)} timed rounds of {len(results.runtime)} methods are recorded. "
         + (f"Not complete: {', '.join(short)}." if short else "Every row of the paper's experiments is complete.")
     )
     if results.quick:
@@ -42,6 +42,12 @@ def environment(results: Results) -> list[str]:
         hours = sum(record["seconds"] for record in records) / 3600
         if hours:
             lines.append(f"The runs of {words} took {hours:.1f} hours of one process, {hours / 2:.1f} with two jobs.")
+    if results.rounds:
+        first, last = results.rounds[0], results.rounds[-1]
+        lines.append(
+            f"The times are of {first['at']} to {last['at']}, code `{first['code']}` (a hash of the sources that "
+            f"training runs), PyTorch {first['torch']}; versions measured earlier stay in `runtime.jsonl`."
+        )
     days = sorted(record["at"] for record in results.used())
     return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
 
@@ -144,7 +150,8 @@ def reference(results: Results) -> list[str]:
     """Does what the paper leaves open explain by how much β=1 misses the paper's interval?
 
     The rule, fixed before the runs: a choice moves the result if the 95% interval of its paired difference excludes
-    zero and the mean difference is larger than the miss. The miss is explained if a choice moves it to the paper's side.
+    zero and the mean difference is larger than the miss. The miss is explained if a choice moves the result so towards
+    the paper's interval.
     """
     base = results.line("final-accuracy", DP_SGD).final
     tests = {x.label: paired(x.final, base) for x in results.lines["reference"] if x.label != AS_HERE}

@@ -3,8 +3,11 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from fodp._checks import PrivacyError
 
@@ -66,6 +69,19 @@ class Records:
                     "and `fodp reproduce` computes that run again"
                 )
             yield record
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time adds to a file of records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{path}.lock", timeout=0):
+            yield
+    except Timeout:
+        raise PrivacyError(
+            f"another process is adding to {path}: wait for it, or choose another folder with --out"
+        ) from None
 
 
 def _ends_line(file: Any) -> bool:

@@ -1,7 +1,7 @@
 """What the records say, arranged by experiment. Nothing is computed here that a record does not imply."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -112,7 +112,7 @@ class Results:
         self.folder = Path(folder)
         self.paper = Records(self.folder / "paper.jsonl", _FIELDS)
         self.fair_records = Records(self.folder / "fair.jsonl", _FIELDS)
-        self.runtime = {r["label"]: r for r in Records(self.folder / "runtime.jsonl", ("label", "turns", "code", "at"))}
+        self.rounds = _latest(Records(self.folder / "runtime.jsonl", ("seconds", "steps", "code", "at")))
         self.quick = not self._any(lambda spec: spec) and self._any(quick)
         self.fair = fair.Comparison(challengers.rows(self.folder), self.fair_records)
         as_quick = fair.Comparison(challengers.rows(self.folder), self.fair_records, fair.QUICK)
@@ -143,6 +143,12 @@ class Results:
         return found
 
     @cached_property
+    def runtime(self) -> dict[str, list[float]]:
+        """Seconds of each method's turns, side by side."""
+        labels = self.rounds[0]["seconds"] if self.rounds else ()
+        return {label: [record["seconds"][label] for record in self.rounds] for label in labels}
+
+    @cached_property
     def contenders(self) -> dict[str, list[Contender]]:
         """The rows of the fair comparison, judged, by the name of the setting."""
         return {setting.name: compare(self.fair, setting) for setting in self.fair.protocol.settings}
@@ -162,11 +168,19 @@ class Results:
 
     def used(self) -> Sequence[Record]:
         """All records that the report reads."""
-        return [*self.paper, *self.fair_records, *self.runtime.values()]
+        return [*self.paper, *self.fair_records, *self.rounds]
 
     def versions(self, name: str) -> Counter[str]:
-        """How many records come from each version of the code (or of torch, or of Python)."""
-        return Counter(str(record[name]) for record in self.used() if name in record)
+        """How many runs come from each version of the code (or of torch, or of Python)."""
+        return Counter(str(record[name]) for record in (*self.paper, *self.fair_records) if name in record)
+
+
+def _latest(records: Iterable[Record]) -> list[Record]:
+    """The rounds of one version of the code: of the one with most of them, and of the latest of these."""
+    by_code: dict[str, list[Record]] = {}
+    for record in records:
+        by_code.setdefault(record["code"], []).append(record)
+    return max(by_code.values(), key=lambda rounds: (len(rounds), max(r["at"] for r in rounds)), default=[])
 
 
 def panels(lines: Sequence[Line]) -> dict[str, list[Line]]:

@@ -3,20 +3,18 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fodp._checks import PrivacyError
 from fodp.experiments.code_version import code_version
-from fodp.experiments.records import Records
+from fodp.experiments.records import Records, alone
 from fodp.experiments.spec import RunSpec
 
 
@@ -47,7 +45,7 @@ class Runner:
         """See to it that every spec has a record of the present code."""
         wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
         missing = [spec for key, spec in wanted.items() if self.records.get(key, code_version(spec.method)) is None]
-        with self._alone(), progress_bar(self._quiet) as bar:
+        with alone(self.records.path), progress_bar(self._quiet) as bar:
             task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
 
             def done(note: str) -> None:
@@ -81,17 +79,6 @@ class Runner:
             self.records.append(record)
             done(f"{record['algorithm']} on {record['run']['dataset']}: {record['final_accuracy']:.4f}")
         return rest
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self.records.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(f"{self.records.path}.lock", timeout=0):
-                yield
-        except Timeout:
-            raise PrivacyError(
-                f"another process is adding to {self.records.path}: wait for it, or choose another folder with --out"
-            ) from None
 
 
 def progress_bar(quiet: bool) -> Progress:

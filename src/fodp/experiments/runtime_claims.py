@@ -11,7 +11,7 @@ SMALL = 1.10
 def relative(results: Results, label: str, to: str = DP_SGD) -> Difference | None:
     """Time of a method relative to another's, by turns; None if not recorded."""
     a, b = results.runtime.get(label), results.runtime.get(to)
-    return ratio(a["turns"], b["turns"]) if a and b else None
+    return ratio(a, b) if a and b else None
 
 
 def small_overhead(results: Results) -> Verdict:

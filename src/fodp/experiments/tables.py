@@ -121,15 +121,27 @@ def _against(lines: Sequence[Line], baseline: str) -> dict[tuple[str, str], tupl
 def _runtime(results: Results) -> Table:
     rows = []
     for label in METHODS:
-        record, r = results.runtime.get(label), relative(results, label)
+        turns, r = results.runtime.get(label), relative(results, label)
         ratio = "1" if label == DP_SGD else NONE if r is None else f"{r.mean:.3f} [{r.low:.3f}, {r.high:.3f}]"
-        seconds = number(record["seconds"], 1) if record else NONE
+        seconds = number(sum(turns), 1) if turns else NONE
         rows.append((label, seconds, ratio, f"{paper.SECONDS[label]:.1f}", f"{paper.RELATIVE[label]:.2f}"))
-    turns = max((len(record["turns"]) for record in results.runtime.values()), default=0)
-    note = f"CIFAR-10, evaluation included, one thread; {turns} turns of ten epochs each, all methods in one process. "
-    note += f"Relative: geometric mean of the ratios to {DP_SGD}, turn by turn, with a 95% interval."
     columns = ("method", "seconds", "relative [95%]", "paper: seconds", "paper: relative")
-    return Table("Runtime, 250 epochs", columns, tuple(rows) if results.runtime else (), note)
+    return Table("Runtime, 250 epochs", columns, tuple(rows) if results.rounds else (), _runtime_note(results))
+
+
+def _runtime_note(results: Results) -> str:
+    if not results.rounds:
+        return ""
+    steps = [record["steps"] for record in results.rounds]
+    epochs = sum(steps) * EXPERIMENTS["final-accuracy"].rows[0].spec.sampling_rate
+    days = sorted({record["at"][:10] for record in results.rounds})
+    return (
+        f"CIFAR-10, one thread, evaluation included, accounting not. Seconds: the sum of {len(steps)} turns of "
+        f"{steps[0]} steps, {epochs:g} epochs; in each round every method has one turn, all in one process. Measured "
+        f"{' to '.join(days[:: max(1, len(days) - 1)])}, code `{results.rounds[0]['code']}`. Relative: geometric mean "
+        f"of the ratios to {DP_SGD}, round by round, with a 95% interval. The paper's machine is not known, so only "
+        "the relative columns can be compared."
+    )
 
 
 def _fair(results: Results) -> list[Table]:
