@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fodp.experiments import paper
-from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
+from fodp.experiments.catalog import AS_HERE, DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
 from fodp.experiments.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE
 from fodp.experiments.results import Line, Results, panels
 from fodp.experiments.runtime_claims import relative
@@ -76,6 +76,7 @@ def draw(results: Results) -> dict[str, Chart]:
         *(_clipping(results, sigma) for sigma in ("1.5", "2")),
         _final(results),
         _memory(results),
+        _reference(results),
         _sensitivity(results),
         _runtime(results),
         _fair(results),
@@ -208,21 +209,33 @@ def _memory(results: Results) -> Chart:
 
 
 def _sensitivity(results: Results) -> Chart:
-    base = results.line("sensitivity", "defaults").final
-    tests = {_greek(x.label): paired(x.final, base) for x in results.lines["sensitivity"] if x.label != "defaults"}
+    title = "CIFAR-10: the parameters that the paper leaves open"
+    caption = "κ and ζ are multiples of the noise floor of the EMA, which is their default."
+    return _differences(results, "sensitivity", "defaults", title, caption)
+
+
+def _reference(results: Results) -> Chart:
+    title = "CIFAR-10, β=1: other choices where the paper names none"
+    chart = _differences(results, "reference", AS_HERE, title, "")
+    base = summarize(results.line("reference", AS_HERE).final.values()).mean
+    ends = tuple((100 * (end - base), "the paper's interval") for end in paper.FINAL[DP_SGD][2:])
+    return replace(chart, panels=tuple(replace(p, references=(*p.references, *ends)) for p in chart.panels))
+
+
+def _differences(results: Results, name: str, base: str, title: str, caption: str) -> Chart:
+    """Final accuracy of every row against one of them."""
+    finals = {line.label: line.final for line in results.lines[name]}
+    tests = {_greek(label): paired(final, finals[base]) for label, final in finals.items() if label != base}
     known = {label: d for label, d in tests.items() if d is not None}
-    marks = (_points("difference to the defaults", FO_COLOUR, known),) if known else ()
-    made = Panel(
-        "", "points of final accuracy against the defaults, 95% interval", "", marks, ((0.0, ""),), tuple(known)
-    )
-    return Chart("sensitivity", "CIFAR-10: the parameters that the paper leaves open", "dots", (made,),
-                 "κ and ζ are multiples of the noise floor of the EMA, which is their default.")  # fmt: skip
+    marks = (_points(f"difference to {base}", FO_COLOUR, known),) if known else ()
+    axis = f"points of final accuracy against {base}, 95% interval"
+    return Chart(name, title, "dots", (Panel("", axis, "", marks, ((0.0, ""),), tuple(known)),), caption)
 
 
 def _greek(label: str) -> str:
-    name, value = label.split("=")
+    name, _, value = label.partition("=")
     letters = {"lam": "λ", "tau": "τ", "gamma": "γ", "kappa": "κ", "zeta": "ζ"}
-    return f"{letters.get(name, name)}={value.replace('x', '×')}"
+    return f"{letters[name]}={value.replace('x', '×')}" if name in letters else label
 
 
 def _points(label: str, colour: str, found: Mapping[str, Difference]) -> Mark:

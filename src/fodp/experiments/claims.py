@@ -176,15 +176,6 @@ CLAIMS: tuple[Claim, ...] = (
         judges.one_over("window", "K=8", trajectory),
     ),
     Claim(
-        "order-main",
-        "order",
-        "Experimental setup",
-        "The main FO-DP-SGD configuration uses … fractional order α=0.80",
-        "better",
-        judges.one_over("order", "α=0.8", final),
-        note="The paper shows no result for α. The test is whether the α it settled on is the best of the three.",
-    ),
-    Claim(
         "insertion-epsilon",
         "insertion",
         "Fig. privacy-utility, memory insertion",

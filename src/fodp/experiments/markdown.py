@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from fodp.experiments import tables
+from fodp.experiments import findings, tables
 from fodp.experiments.catalog import EXPERIMENTS, RUNTIME
 from fodp.experiments.charts import Chart, of
 from fodp.experiments.claims import CLAIMS, Claim
-from fodp.experiments.findings import environment, fair_findings, practitioner, sensitivity, summary
+from fodp.experiments.findings import environment, practitioner, summary
 from fodp.experiments.results import Results
 from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, RULES, Verdict
 
@@ -69,15 +69,13 @@ def _experiment(results: Results, name: str, verdicts: Mapping[str, Verdict], ch
     parts = [f"## `{name}`: {title(name)}", ""]
     if name == "fair":
         parts += [tables.FAIR_RULE, ""]
-        parts += [*(f"- {line}" for line in fair_findings(results)), ""]
-    if name == "sensitivity":
-        parts += [*(f"- {line}" for line in sensitivity(results)), ""]
+    parts += [f"- {line}" for line in findings.of(results, name)]
     for claim in (claim for claim in CLAIMS if claim.experiment == name):
         verdict = verdicts[claim.id]
         parts.append(f"- **{verdict.status}**: “{claim.words}” ({claim.where}; rule: {claim.rule}). "
                      f"{sentence(verdict.reason)} {claim.note}".rstrip())  # fmt: skip
         parts += [f"  - {WORDS[status]}: {told}." for status, told in verdict.evidence]
-    parts.append("")
+    parts += [""] if parts[-1] else []
     for chart in of(charts, name):
         parts += [f"![{chart.title}](figures/{chart.name}.png)", "", *([chart.caption, ""] if chart.caption else [])]
     return [*parts, f"All numbers: [tables/{name}.md](tables/{name}.md).", ""]

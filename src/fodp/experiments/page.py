@@ -7,11 +7,11 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from fodp.experiments import tables
+from fodp.experiments import findings, tables
 from fodp.experiments.catalog import FO, METHODS
 from fodp.experiments.charts import FO_COLOUR, INK, Chart, Mark, of
 from fodp.experiments.claims import CLAIMS, Claim
-from fodp.experiments.findings import environment, fair_findings, practitioner, sensitivity, summary
+from fodp.experiments.findings import environment, practitioner, summary
 from fodp.experiments.markdown import WORDS, sentence, title
 from fodp.experiments.results import Record, Results
 from fodp.experiments.spec import RunSpec
@@ -93,9 +93,9 @@ def _experiment(results: Results, name: str, verdicts: Mapping[str, Verdict], ch
     parts = []
     if name == "fair":
         parts.append(f"<details><summary>The rule, fixed before the runs</summary><pre>{escape(tables.FAIR_RULE)}</pre>"
-                     f"</details>{_list(fair_findings(results))}")  # fmt: skip
-    if name == "sensitivity":
-        parts.append(_list(sensitivity(results)))
+                     "</details>")  # fmt: skip
+    said = findings.of(results, name)
+    parts.append(_list(said) if said else "")
     found = [claim for claim in CLAIMS if claim.experiment == name]
     parts.append(f'<div class="claims">{"".join(_claim(c, verdicts[c.id]) for c in found)}</div>' if found else "")
     for chart in of(charts, name):

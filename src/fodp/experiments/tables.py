@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fodp.experiments import fair, paper
-from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, METHODS, RUNTIME
+from fodp.experiments.catalog import AS_HERE, DP_SGD, EXPERIMENTS, METHODS, RUNTIME
 from fodp.experiments.results import Line, Results
 from fodp.experiments.runtime_claims import relative
 from fodp.experiments.statistics import Difference, Summary, holm, paired, summarize
@@ -20,6 +20,7 @@ BASELINES = {
     "order": "α=0.8",
     "beta-tradeoff": "β=1",
     "beta-joint": "β=1",
+    "reference": AS_HERE,
     "sensitivity": "defaults",
 }
 NONE = "–"

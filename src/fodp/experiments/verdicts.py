@@ -179,8 +179,8 @@ def mean_inside(line: Line, low: float, high: float) -> Verdict:
     return Verdict(
         NOT_REPRODUCED,
         f"{ours}; that is {100 * miss:.2f} points {'above' if s.mean > high else 'below'} the paper's interval "
-        f"[{low:.4f}, {high:.4f}], and {meets}. The paper names neither its 5,000 images nor its initial weights nor "
-        "its normalisation, and all of its rows share them",
+        f"[{low:.4f}, {high:.4f}], and {meets}. The paper names neither its images nor its initial weights nor its "
+        "normalisation; `reference` varies them",
     )
 
 
