@@ -1,4 +1,4 @@
-"""Committed records come out again: so what the fingerprint of the code does not see (pixels, scores, plain SGD) counts.
+"""Committed records come out again, so that what the fingerprint of the code does not see counts: pixels, scores, SGD.
 
 The beginning of a run is trained again, with the noise of the whole run, and its scores are compared with the curve on
 record. On the machine that made the records they are equal to the last digit; a change of the initial weights by one
