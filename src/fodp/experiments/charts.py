@@ -225,17 +225,11 @@ def _reference(results: Results) -> Chart:
 def _differences(results: Results, name: str, base: str, title: str, caption: str) -> Chart:
     """Final accuracy of every row against one of them."""
     finals = {line.label: line.final for line in results.lines[name]}
-    tests = {_greek(label): paired(final, finals[base]) for label, final in finals.items() if label != base}
+    tests = {label: paired(final, finals[base]) for label, final in finals.items() if label != base}
     known = {label: d for label, d in tests.items() if d is not None}
     marks = (_points(f"difference to {base}", FO_COLOUR, known),) if known else ()
     axis = f"points of final accuracy against {base}, 95% interval"
     return Chart(name, title, "dots", (Panel("", axis, "", marks, ((0.0, ""),), tuple(known)),), caption)
-
-
-def _greek(label: str) -> str:
-    name, _, value = label.partition("=")
-    letters = {"lam": "λ", "tau": "τ", "gamma": "γ", "kappa": "κ", "zeta": "ζ"}
-    return f"{letters[name]}={value.replace('x', '×')}" if name in letters else label
 
 
 def _points(label: str, colour: str, found: Mapping[str, Difference]) -> Mark:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fodp.experiments import fair, paper
-from fodp.experiments.catalog import AS_HERE, DP_SGD, EXPERIMENTS, FO
+from fodp.experiments.catalog import AS_HERE, DP_SGD, EXPERIMENTS, FO, METHODS
 from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, Contender
-from fodp.experiments.results import Results
+from fodp.experiments.results import Results, panels
 from fodp.experiments.statistics import MARGIN, Difference, paired, summarize
 from fodp.experiments.tables import points
 from fodp.experiments.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Verdict
@@ -20,6 +20,7 @@ def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
         f"Of {total} claims of the paper, {counts[REPRODUCED]} are reproduced, {counts[NOT_REPRODUCED]} are not "
         f"reproduced, and {counts[NOT_DECIDABLE]} are not decidable from these runs."
     ]
+    lines += _main_result(results)
     done = [results.missing(name) for name in EXPERIMENTS]
     short = [name for name, (found, wanted) in zip(EXPERIMENTS, done, strict=True) if found < wanted]
     lines.append(
@@ -32,12 +33,31 @@ def summary(results: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
     return lines
 
 
+def _main_result(results: Results) -> list[str]:
+    """The paper's first comparison beside ours."""
+    fo, base = results.line("final-accuracy", FO), results.line("final-accuracy", DP_SGD)
+    d = paired(fo.final, base.final)
+    if d is None or results.quick:
+        return []
+    theirs = 100 * (paper.FINAL[FO][0] - paper.FINAL[DP_SGD][0])
+    line = (
+        f"The paper's main result is that {FO} ends {theirs:+.2f} points above DP-SGD (β=1) on CIFAR-10, at equal σ. "
+        f"Here the difference is {points(d)} points, {d.n} seeds (ε={fo.epsilon:.1f} against {base.epsilon:.1f})."
+    )
+    settings = _settings(results)
+    return [line + (f" {_memory(results, settings)}" if settings else "")]
+
+
 def environment(results: Results) -> list[str]:
     """Which versions the records come from, and when they were made."""
     lines = []
-    for name, words in (("code", "Versions of the code that matters"), ("torch", "PyTorch"), ("python", "Python")):
-        told = ", ".join(f"`{version}` ({count})" for version, count in sorted(results.versions(name).items()))
-        lines.append(f"{words}, with the number of records of each: {told or 'none'}.")
+    by_method: dict[str, Counter[str]] = {}
+    for record in (*results.paper, *results.fair_records):
+        by_method.setdefault(record["algorithm"], Counter())[record["code"]] += 1
+    told = ", ".join(f"{method} {_counts(versions)}" for method, versions in sorted(by_method.items()))
+    lines.append(f"Versions of the code (fingerprints of what it computes), with the number of runs: {told or 'none'}.")
+    for name, words in (("torch", "PyTorch"), ("python", "Python")):
+        lines.append(f"{words}, with the number of runs: {_counts(results.versions(name)) or 'none'}.")
     for records, words in ((results.paper, "the paper's experiments"), (results.fair_records, "the fair comparison")):
         hours = sum(record["seconds"] for record in records) / 3600
         if hours:
@@ -52,10 +72,14 @@ def environment(results: Results) -> list[str]:
     return [*lines, f"The first record is of {days[0]}, the last of {days[-1]}."] if days else lines
 
 
+def _counts(versions: Counter[str]) -> str:
+    return ", ".join(f"`{version}` ({count})" for version, count in sorted(versions.items()))
+
+
 def practitioner(results: Results) -> list[str]:
     """What to use, setting by setting, by the rule of the fair comparison."""
     lines, wins = [], Counter[str]()
-    settings = [s for s in results.fair.protocol.settings if _base(results.contenders[s.name]) is not None]
+    settings = _settings(results)
     if not settings or results.quick:
         return ["The fair comparison is not recorded in full length here, so there is no recommendation."]
     for setting in settings:
@@ -75,13 +99,19 @@ def practitioner(results: Results) -> list[str]:
     if safe:
         lines.append(
             f"Better in some settings and equal in practice in the others: {', '.join(safe)}. "
-            "That is what to use on problems like these, with a tuned learning rate."
+            "That is what to use on problems like these, with a tuned learning rate. How each row came into the "
+            "comparison stands under `fair`."
         )
     else:
         lines.append(
             "No method is better than tuned DP-SGD without being worse elsewhere. Tune the learning rate first."
         )
-    return [*lines, _memory(results, settings), *_rate(results)]
+    return [*lines, _memory(results, settings), *learning_rate(results)]
+
+
+def _settings(results: Results) -> list[fair.Setting]:
+    """Those of the fair comparison that are recorded."""
+    return [s for s in results.fair.protocol.settings if _base(results.contenders[s.name]) is not None]
 
 
 def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
@@ -91,7 +121,7 @@ def _memory(results: Results, settings: Sequence[fair.Setting]) -> str:
     return f"{FO} against DP-SGD at equal ε, both tuned: {told or 'not recorded'} of {len(settings)} settings."
 
 
-def _rate(results: Results) -> list[str]:
+def learning_rate(results: Results) -> list[str]:
     """What the learning rate alone is worth under the paper's own protocol."""
     lines = []
     for label in (DP_SGD, FO):
@@ -118,15 +148,15 @@ def fair_findings(results: Results) -> list[str]:
         for word in (BETTER, EQUAL, WORSE, OPEN):
             group = [c for c in rows if c.verdict == word]
             found = [f"{c.label} ({points(c.difference)})" if word == BETTER else c.label for c in group]
-            told += [f"{word}: {', '.join(found)}"] if found else []
+            told += [f"{word}: {'; '.join(found)}"] if found else []
         if not told:
             lines.append(f"**{setting.name}**: not recorded.")
             continue
         seeds = sorted({c.summary.n for c in rows})
         line = f"**{setting.name}**, against DP-SGD, {' or '.join(map(str, seeds))} seeds: "
         edge = [c.label for c in rows if c.at_edge]
-        line += "; ".join(told) + "."
-        lines.append(line + (f" Best rate at the edge of its grid: {', '.join(edge)}." if edge else ""))
+        line += ". ".join(word[0].upper() + word[1:] if i else word for i, word in enumerate(told)) + "."
+        lines.append(line + (f" Best rate at the edge of its grid: {'; '.join(edge)}." if edge else ""))
     return lines
 
 
@@ -135,6 +165,19 @@ def _against(results: Results, name: str, label: str) -> dict[str, Difference]:
     base = results.line(name, label).final
     tests = {line.label: paired(line.final, base) for line in results.lines[name] if line.label != label}
     return {label: d for label, d in tests.items() if d is not None}
+
+
+def baseline_rates(results: Results) -> list[str]:
+    """Which learning rate of each Adam method is best on validation data, and which one the experiments use."""
+    lines = []
+    for label, rows in panels(results.lines["baseline-rates"]).items():
+        scores = {line.spec.params["lr"]: summarize(line.final.values()).mean for line in rows if line.records}
+        if scores:
+            best = max(scores, key=lambda rate: (scores[rate], -rate))
+            used = METHODS[label][1]["lr"]
+            told = ", ".join(f"{score:.4f} at {rate:g}" for rate, score in scores.items())
+            lines.append(f"{label}: {told}. Best: {best:g}. The experiments use {used:g}.")
+    return lines or ["The runs are not recorded."]
 
 
 def order(results: Results) -> list[str]:
@@ -196,7 +239,14 @@ def reference(results: Results) -> list[str]:
     ]
 
 
-_BY_EXPERIMENT = {"fair": fair_findings, "order": order, "sensitivity": sensitivity, "reference": reference}
+_BY_EXPERIMENT = {
+    "baseline-rates": baseline_rates,
+    "learning-rate": learning_rate,
+    "order": order,
+    "reference": reference,
+    "sensitivity": sensitivity,
+    "fair": fair_findings,
+}
 
 
 def of(results: Results, name: str) -> list[str]:

@@ -48,6 +48,7 @@ SPLITS: dict[str, Callable[[Splits], Splits]] = {
     "pixels in [0, 1]": _rescaled(0.0, 1.0),
     "pixels in [-1, 1]": _rescaled(0.5, 0.5),
 }
+SCALES = ("pixels in [0, 1]", "pixels in [-1, 1]")
 GLOROT = "Glorot weights"
 VARIANTS = (*SPLITS, GLOROT)
 

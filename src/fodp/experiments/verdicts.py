@@ -119,13 +119,15 @@ def _judge(pairs: Sequence[Pair], margin: float, unit: str, show: Callable[[floa
     evidence = []
     for pair, test, p in zip(pairs, known, holm([test.p for test in known]), strict=True):
         numbers = f"{show(test.mean)} [{show(test.low)}, {show(test.high)}] {unit}, p={p:.2g}"
-        evidence.append((_order(test, p, margin), f"{pair.better} over {pair.worse}: {numbers}"))
+        status = _order(test, p, margin)
+        how = " (equal in practice)" if status == NOT_REPRODUCED and p >= LEVEL else ""
+        evidence.append((status, f"{pair.better} over {pair.worse}: {numbers}{how}"))
     seeds = " or ".join(str(n) for n in sorted({test.n for test in known}))
     statuses = [status for status, _ in evidence]
     if len(evidence) == 1:
         return Verdict(statuses[0], f"{evidence[0][1]}, {seeds} seeds")
     holding, failing, open_ = (statuses.count(s) for s in (REPRODUCED, NOT_REPRODUCED, NOT_DECIDABLE))
-    reason = f"of {len(pairs)} comparisons {holding} hold, {failing} fail and {open_} are open, {seeds} seeds"
+    reason = f"comparisons: {len(pairs)}; holding: {holding}; failing: {failing}; open: {open_}; {seeds} seeds"
     return Verdict(_all(statuses), reason, tuple(sorted(evidence, key=lambda e: _ORDER.index(e[0]))))
 
 
