@@ -10,10 +10,11 @@ import pytest
 from scipy import stats
 
 from fodp.cli.main import main
-from fodp.experiments import charts, fair, figures, paper, tables, verdicts
+from fodp.experiments import charts, fair, figures, findings, paper, tables, verdicts
 from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, RUNTIME
 from fodp.experiments.claims import CLAIMS, judge_all
 from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, compare
+from fodp.experiments.records import Records
 from fodp.experiments.report import texts, write
 from fodp.experiments.results import Line, Results
 from fodp.experiments.spec import RunSpec
@@ -188,13 +189,40 @@ class TestClaims:
         assert judge_all(Results(tmp_path))["joint-epsilon"].status == REPRODUCED
 
 
+class TestReference:
+    """The sentence about the miss of β=1 follows the records."""
+
+    @pytest.mark.parametrize(
+        ("base", "shift", "spread", "words"),
+        [
+            (0.3241, 0.02, 0.001, "no miss to explain"),
+            (0.3120, 0.02, 0.001, "is explained"),
+            (0.3370, -0.02, 0.001, "is explained"),
+            (0.3120, -0.02, 0.001, "away from the paper's interval"),
+            (0.3120, 0.0001, 0.001, "as far as these seeds can tell"),
+            (0.3120, 0.02, 0.1, "as far as these seeds can tell"),
+        ],
+    )
+    def test_explained_or_not(self, tmp_path, base, shift, spread, words):
+        records = Records(tmp_path / "paper.jsonl")
+        for spec in EXPERIMENTS["reference"].runs():
+            moved = shift + spread * (spec.seed - 1) if spec.variant == "pixels in [0, 1]" else 0.0
+            records.append(record(spec, 0.3, np.random.default_rng(0)) | {"final_accuracy": base + moved})
+        told = " ".join(findings.of(Results(tmp_path), "reference"))
+        assert words in told
+        assert ("pixels in [0, 1] by " in told) == (words in ("is explained", "away from the paper's interval"))
+
+    def test_some_runs_decide_nothing(self, tmp_path):
+        write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("reference",))
+        assert findings.of(Results(tmp_path), "reference") == ["The runs are not complete."]
+        assert findings.of(Results(tmp_path / "none"), "reference") == ["The runs are not complete."]
+
+
 def test_the_fair_rule(tmp_path):
     shifts = {"DiSK": 0.03, "DP-SAM": -0.03, "DP-SAT": 0.0}
     protocol = fair.Protocol(settings=fair.SETTINGS[:1], rates=2, best=1)
     rows = [row for row in fair.ROWS if row.label in ("DP-SGD", "not private", *shifts)]
     methods = {row.method: shifts.get(row.label, 0.05) for row in rows}
-    from fodp.experiments.records import Records
-
     records, rng = Records(tmp_path / "fair.jsonl"), np.random.default_rng(0)
     comparison = fair.Comparison(rows, records, protocol)
     for _, specs in comparison.rounds():
@@ -296,7 +324,6 @@ class TestFiles:
 
     def test_quick_runs_say_so(self, tmp_path):
         from fodp.experiments.catalog import quick
-        from fodp.experiments.records import Records
 
         rng = np.random.default_rng(0)
         records = Records(tmp_path / "paper.jsonl")

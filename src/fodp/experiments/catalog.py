@@ -18,7 +18,7 @@ ADAM_RATES = (0.0001, 0.0003, 0.001, 0.003)
 SEEDS = 5  # as the paper's table of final accuracies; where it shows one run, three here, one for `clipping`
 
 DP_SGD, FO = "DP-SGD (FO, β=1)", "FO-DP-SGD"
-AS_HERE = "as everywhere here"  # the choices of this project where the paper names none
+AS_HERE = "our choices"  # of this project, where the paper names none
 
 
 def fo(beta: float = 0.9, alpha: float = 0.8, window: int = 8, **more: Any) -> dict[str, Any]:

@@ -189,10 +189,10 @@ class Comparison:
         spec = row.spec(setting, self.protocol.steps, params=choice.params)
         return [spec.with_(seed=seed) for seed in self.protocol.seeds]
 
-    def accuracies(self, row: Row, setting: Setting) -> dict[int, float]:
-        """Final test accuracy by seed, as far as recorded."""
+    def accuracies(self, row: Row, setting: Setting, name: str = "final_accuracy") -> dict[int, float]:
+        """Final (or best) test accuracy by seed, as far as recorded."""
         found = ((spec.seed, self._record(spec)) for spec in self.final(row, setting))
-        return {seed: record["final_accuracy"] for seed, record in found if record is not None}
+        return {seed: record[name] for seed, record in found if record is not None}
 
     def _ranked(self, specs: list[RunSpec]) -> list[RunSpec]:
         """Those with a record, the best first; ties go to the smaller learning rate."""

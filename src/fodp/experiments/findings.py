@@ -41,7 +41,7 @@ def _main_result(results: Results) -> list[str]:
         return []
     theirs = 100 * (paper.FINAL[FO][0] - paper.FINAL[DP_SGD][0])
     line = (
-        f"The paper's main result is that {FO} ends {theirs:+.2f} points above DP-SGD (β=1) on CIFAR-10, at equal σ. "
+        f"The paper's main result is that {FO} ends {theirs:.2f} points above DP-SGD (β=1) on CIFAR-10, at equal σ. "
         f"Here the difference is {points(d)} points, {d.n} seeds (ε={fo.epsilon:.1f} against {base.epsilon:.1f})."
     )
     settings = _settings(results)
@@ -156,14 +156,27 @@ def fair_findings(results: Results) -> list[str]:
         line = f"**{setting.name}**, against DP-SGD, {' or '.join(map(str, seeds))} seeds: "
         edge = [c.label for c in rows if c.at_edge]
         line += ". ".join(word[0].upper() + word[1:] if i else word for i, word in enumerate(told)) + "."
-        lines.append(line + (f" Best rate at the edge of its grid: {'; '.join(edge)}." if edge else ""))
+        line += f" Best rate at the edge of its grid: {'; '.join(edge)}." if edge else ""
+        lines.append(line + _ceiling(results, setting))
     return lines
 
 
+def _ceiling(results: Results, setting: fair.Setting) -> str:
+    """Plain SGD is a ceiling only if it ends above DP-SGD."""
+    base, c = _base(results.contenders[setting.name]), results.fair
+    best = c.accuracies(c.rows[fair.CEILING], setting, "best_accuracy") if fair.CEILING in c.rows else {}
+    if base is None or not best:
+        return ""
+    final = summarize(c.accuracies(c.rows[fair.CEILING], setting).values()).mean
+    below = ", below DP-SGD: without early stopping it is no ceiling here" if final < base.summary.mean else ""
+    return f" Without privacy: {final:.4f} at the end{below}; {summarize(best.values()).mean:.4f} at its best step."
+
+
 def _against(results: Results, name: str, label: str) -> dict[str, Difference]:
-    """Final accuracy of the other rows of an experiment against one, seed by seed."""
-    base = results.line(name, label).final
-    tests = {line.label: paired(line.final, base) for line in results.lines[name] if line.label != label}
+    """Final accuracy of the other rows of a panel against one, seed by seed; those of which two seeds are known."""
+    base = results.line(name, label)
+    others = [line for line in results.panel(name, base.panel) if line.label != label]
+    tests = {line.label: paired(line.final, base.final) for line in others}
     return {label: d for label, d in tests.items() if d is not None}
 
 
@@ -212,31 +225,40 @@ def reference(results: Results) -> list[str]:
     zero and the mean difference is larger than the miss. The miss is explained if a choice moves the result so towards
     the paper's interval.
     """
-    base, known = results.line("reference", AS_HERE).final, _against(results, "reference", AS_HERE)
-    if len(base) < 2 or len(known) < len(results.lines["reference"]) - 1:
+    rows = {line.label: summarize(line.final.values()).mean for line in results.panel("reference", DP_SGD)}
+    known, mean = _against(results, "reference", AS_HERE), rows.pop(AS_HERE)
+    if len(known) < len(rows):
         return ["The runs are not complete."]
-    mean, (low, high) = summarize(base.values()).mean, paper.FINAL[DP_SGD][2:]
+    low, high = paper.FINAL[DP_SGD][2:]
+    start = f"β=1: our mean {mean:.4f}"
     if low <= mean <= high:
-        return [
-            f"Our mean {mean:.4f} lies in the paper's interval [{low:.4f}, {high:.4f}]: nothing is to be explained."
-        ]
+        return [f"{start} lies in the paper's interval [{low:.4f}, {high:.4f}]; there is no miss to explain."]
     miss, side = (low - mean, 1) if mean < low else (mean - high, -1)
     moving = {label: d for label, d in known.items() if abs(d.mean) > miss and d.low * d.high > 0}
-    towards = [label for label, d in moving.items() if side * d.mean > 0]
-    inside = [x.label for x in results.lines["reference"] if low <= summarize(x.final.values()).mean <= high]
-    told = "; ".join(f"{label} {points(d)} points" for label, d in moving.items())
-    if towards:
-        end = "So what the paper leaves open can move the result to the paper's side by more than it misses."
+    told = [f"{x} by {points(d)} points to {rows[x]:.4f}" for x, d in moving.items()]
+    inside = [x + ("" if x in moving else " (perhaps by chance)") for x in rows if low <= rows[x] <= high]
+    if any(side * d.mean > 0 for d in moving.values()):
+        end = "So the miss is explained by what the paper leaves open."
     elif moving:
-        end = "None moves it to the paper's side, so these choices do not explain the miss."
+        end = "All of it is away from the paper's interval, so the miss is not explained."
     else:
-        end = "So none of these choices explains the miss, as far as these seeds can tell."
+        end = "So the miss is not explained, as far as these seeds can tell."
     return [
-        f"Our mean {mean:.4f} misses the paper's interval [{low:.4f}, {high:.4f}] by {100 * miss:.2f} points.",
-        f"{len(moving)} of {len(known)} choices move the result by more than that, with a 95% interval that excludes "
-        f"zero{': ' + told if told else ''}. {end}",
-        f"The mean lies in the paper's interval with {', '.join(inside) if inside else 'none of them'}.",
+        f"{start} misses the paper's interval [{low:.4f}, {high:.4f}] by {100 * miss:.2f} points. A choice moves the "
+        "result if it does so by more than that and the 95% interval of the paired difference excludes zero.",
+        f"Choices that move it: {len(moving)} of {len(known)}{' (' + '; '.join(told) + ')' if told else ''}. {end}",
+        f"The mean lies in the paper's interval with: {'; '.join(inside) or 'none of them'}.",
+        *_gain(results),
     ]
+
+
+def _gain(results: Results) -> list[str]:
+    """Does another scale of the pixels bring the paper's gain of FO-DP-SGD over β=1?"""
+    told = []
+    for line in results.panel("reference", FO):
+        d = paired(line.final, results.line("reference", line.label, DP_SGD).final)
+        told += [] if d is None else [f"{line.label} {points(d)} points, {d.n} seeds"]
+    return [f"{FO} over β=1 at equal σ: {'; '.join(told)}."] if len(told) > 1 else []
 
 
 _BY_EXPERIMENT = {

@@ -79,11 +79,11 @@ def _summary(results: Results, verdicts: Mapping[str, Verdict]) -> str:
 
 def _claims(verdicts: Mapping[str, Verdict]) -> str:
     rows = "".join(
-        f'<tr><td><a href="#{c.experiment}">{c.experiment}</a></td><td class="wide">{escape(c.words)}</td>'
-        f"<td>{_badge(verdicts[c.id].status)}</td></tr>"
+        f'<tr><td>{_badge(verdicts[c.id].status)}</td><td class="wide">{escape(c.words)}</td>'
+        f'<td><a href="#{c.experiment}">{c.experiment}</a></td></tr>'
         for c in CLAIMS
     )
-    table = f"<thead><tr><th>experiment</th><th>the paper says</th><th>verdict</th></tr></thead><tbody>{rows}</tbody>"
+    table = f"<thead><tr><th>verdict</th><th>the paper says</th><th>experiment</th></tr></thead><tbody>{rows}</tbody>"
     rules = _list(f"**{name}**: {rule}" for name, rule in RULES.items())
     return _section("claims", "All claims", f'<div class="scroll"><table>{table}</table></div>',
                     f"<details><summary>How verdicts are reached</summary>{rules}</details>")  # fmt: skip

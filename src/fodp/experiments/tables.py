@@ -102,7 +102,11 @@ def _experiment(results: Results, name: str) -> Table:
 def _note(results: Results, name: str) -> str:
     found, wanted = results.missing(name)
     spec = EXPERIMENTS[name].rows[0].spec
-    scored = "2,000 test images" if spec.scored_on == "test" else "`train[6000:]`, never the test set"
+    scored = (
+        "2,000 test images" + ", or as the row says" * (name == "reference")
+        if spec.scored_on == "test"
+        else "`train[6000:]`, never the test set"
+    )
     note = f"Mean ± sample standard deviation over seeds, scored on the {scored}; Student-t 95% intervals; "
     note += f"ε at δ={spec.delta:g} by Rényi DP with the classic conversion. {found} of {wanted} runs recorded."
     return note + (" Short runs: the numbers mean nothing." if results.quick else "")

@@ -112,11 +112,12 @@ function drawRows(holder, panel, marks, kind, all) {
   const values = all.flatMap(m => m.y.concat(m.low, m.high)).concat(panel.references.map(r => r[0]), kind === "bars" ? [0] : []);
   const pad = (Math.max(...values) - Math.min(...values)) * 0.05 || 0.01, show = shower(values);
   const low = kind === "bars" ? 0 : Math.min(...values) - pad, high = Math.max(...values) + pad, x = scale(low, high, left, right);
-  for (const [v, text] of ticks(low, high, (right - left) / 65)) {
+  for (const [v, text] of ticks(low, high, Math.max(5, (right - left) / 65))) {
     svg(root, "line", { class: "grid", x1: x(v), x2: x(v), y1: top, y2: bottom });
     svg(root, "text", { x: x(v), y: bottom + 15, "text-anchor": "middle" }, text);
   }
-  svg(root, "text", { x: (left + right) / 2, y: bottom + 33, "text-anchor": "middle" }, panel.xlabel);
+  const half = 3 * panel.xlabel.length;  // about; a long label moves left rather than out of the page
+  svg(root, "text", { x: Math.max(half, Math.min((left + right) / 2, width - half)), y: bottom + 33, "text-anchor": "middle" }, panel.xlabel);
   for (const [v, text] of panel.references) {
     svg(root, "line", { class: text ? "reference" : "zero", x1: x(v), x2: x(v), y1: top - 4, y2: bottom });
     if (text) svg(root, "text", { x: x(v), y: top - 5, "text-anchor": "middle" }, text);
@@ -180,5 +181,5 @@ function drawChart(figure, chart) {
     });
   }
   let width = 0;
-  new ResizeObserver(() => { if (grid.clientWidth !== width) { width = grid.clientWidth; draw(); } }).observe(grid);
+  new ResizeObserver(() => { if (grid.clientWidth && grid.clientWidth !== width) { width = grid.clientWidth; draw(); } }).observe(grid);
 }
