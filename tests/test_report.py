@@ -14,6 +14,7 @@ from fodp.experiments import charts, fair, figures, findings, paper, tables, ver
 from fodp.experiments.catalog import DP_SGD, EXPERIMENTS, FO, RUNTIME
 from fodp.experiments.claims import CLAIMS, judge_all
 from fodp.experiments.comparison import BETTER, EQUAL, OPEN, WORSE, compare
+from fodp.experiments.page import raw_rows
 from fodp.experiments.records import Records
 from fodp.experiments.report import texts, write
 from fodp.experiments.results import Line, Results
@@ -297,6 +298,12 @@ class TestFiles:
         assert data["charts"]["window"]["panels"][0]["marks"][0]["label"] == "K=1"
         assert len(data["rows"]["rows"]) == len(results.paper) + len(results.fair_records)
         assert len(page) < 3_000_000
+
+    def test_a_raw_row_names_its_variant(self, tmp_path):
+        write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("reference",))
+        told = [row[3] for row in raw_rows(Results(tmp_path))["rows"]]
+        assert len(set(told)) == len(told) == len(EXPERIMENTS["reference"].rows)
+        assert "lr=0.8 (Glorot weights)" in told
 
     def test_one_seed_is_enough_for_a_page(self, tmp_path):
         write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("final-accuracy", "memory-design"))

@@ -79,7 +79,8 @@ def _summary(results: Results, verdicts: Mapping[str, Verdict]) -> str:
 
 def _claims(verdicts: Mapping[str, Verdict]) -> str:
     rows = "".join(
-        f'<tr><td>{_badge(verdicts[c.id].status)}</td><td class="wide">{escape(c.words)}</td>'
+        f'<tr><td>{_badge(verdicts[c.id].status)}</td><td class="wide">{escape(c.words)} '
+        f'<span class="dim">({escape(c.where)})</span></td>'
         f'<td><a href="#{c.experiment}">{c.experiment}</a></td></tr>'
         for c in CLAIMS
     )
@@ -183,6 +184,7 @@ def raw_rows(results: Results) -> dict[str, Any]:
 def _row(suite: str, r: Record) -> list[Any]:
     run = r["run"]
     chosen = " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in run["params"].items())
+    chosen += f" ({run['variant']})" if "variant" in run else ""
     numbers = [r["noise_multiplier"], run["clip_norm"], r["final_epsilon"]]
     return [
             suite, r["algorithm"], run["dataset"], chosen, r["seed"], run["steps"], run["scored_on"],
