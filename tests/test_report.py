@@ -339,6 +339,9 @@ class TestFiles:
         results = Results(tmp_path)
         assert results.quick
         assert {v.status for v in judge_all(results).values()} == {NOT_DECIDABLE}
+        assert {line for name in (*EXPERIMENTS, "fair") for line in findings.of(results, name)} == {
+            "These are the short runs of `--quick`, whose numbers mean nothing."
+        }
         assert "--quick" in texts(results, charts.draw(results))["REPRODUCTION.md"]
 
     def test_the_newest_record_of_a_run_counts(self, tmp_path):

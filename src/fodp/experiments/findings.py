@@ -277,4 +277,7 @@ _BY_EXPERIMENT = {
 
 def of(results: Results, name: str) -> list[str]:
     """What is to be said about one experiment besides its verdicts."""
-    return _BY_EXPERIMENT[name](results) if name in _BY_EXPERIMENT else []
+    if name not in _BY_EXPERIMENT:
+        return []
+    short = ["These are the short runs of `--quick`, whose numbers mean nothing."]
+    return short if results.quick else _BY_EXPERIMENT[name](results)
