@@ -12,7 +12,9 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import kernels
+from fodp.clipping.norms import norms
 from fodp.clipping.tables import Rows
+from fodp.clipping.uses import Dense, Outer, Product
 from fodp.models import cross_entropy
 from fodp.noise import PAIRS, Streams
 from fodp.recall import BLOCK, Recall, Trend, mix, mix_and_remember
@@ -122,6 +124,41 @@ def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, refe
 
 
 @needs_compiler
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e-30, 1e15])
+def test_norms_are_those_of_the_reference(scale, reference):
+    """Rows, products of rows, and uses that have no compiled pass; also where their squares are no floats."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*shape, by=1.0):
+        return by * torch.randn(6, *shape, generator=generator)
+
+    uses = [
+        (Product(rows(103, by=scale), rows(5, by=1 / scale)), 0.5),
+        (Dense(rows(7)), 2.0),
+        (Dense(rows(3, 4)), 1.0),
+        (Dense(rows()), 1.0),
+        (Dense(rows(9).t().contiguous().t()), 3.0),
+        (Outer(rows(1, 4, 3), rows(1, 4, 2)), 1.0),
+    ]
+    truth = sum((b * use.dense().double().flatten(1)).square().sum(1) for use, b in uses).sqrt()
+    fast = norms(uses, torch.zeros(6))
+    torch.testing.assert_close(fast.double(), truth, rtol=1e-5, atol=0)
+    reference()
+    if scale > 1e-20:  # the reference, in float32, may only overstate the others
+        torch.testing.assert_close(norms(uses, torch.zeros(6)), fast, rtol=1e-5, atol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_norm_that_is_no_number_is_seen(bad):
+    inputs = torch.ones(3, 4)
+    inputs[1, 2] = bad
+    found = norms([(Product(inputs, torch.full((3, 2), 1e5)), 1.0)], torch.zeros(3))
+    assert found.isfinite().tolist() == [True, False, True]
+
+
+@needs_compiler
 def test_rows_are_rounded_as_pytorch_rounds(reference):
     ties = torch.arange(0, 1 << 12, dtype=torch.int32).add(0x3F80 << 16).mul(1 << 4).view(torch.float32)
     odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4e38, -3.4e38, 1e-45, 2.0**-126])
@@ -220,6 +257,8 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("square += x * x", "square += 1.01f * x * x"),
         ("trend + gamma * apart", "trend + 0.99f * gamma * apart"),  # an average of its own
         ("STORE(kept + at, x, m);", ""),
+        ("square *= square_sum", "square += square_sum"),
+        ("(double)v[i] * v[i]", "v[i] * v[i]"),  # squares that vanish
         ("words) << 16", "words) << 15"),  # in what rounded rows are widened to
         ("0x7FFF + ", "0xFFFF + "),  # rounded up
         ("define OF(name) name\n", "define OF(name) another_##name\n"),

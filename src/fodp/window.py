@@ -12,6 +12,8 @@ from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.recall import Floats, Recall
 
+_HUGE_PAGE = 1 << 21
+
 
 class WindowMemory(ABC):
     """A ring of the last K-1 releases; `read()` is their average under `weights`.
@@ -129,11 +131,13 @@ def normalised(kernel: Floats) -> Floats:
 
 
 def _table(rows: int, size: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeroed rows that each begin at a cache line's multiple from the first."""
+    """Zeroed rows that each begin at a cache line."""
     line = 32 if dtype == torch.bfloat16 else 16
     shape = rows, -(-size // line) * line
-    if like.device.type == "cpu":
-        # NumPy asks for huge pages where the system has them: reading a large window is up to twice as fast.
-        entries = {torch.bfloat16: np.uint16, torch.float32: np.float32, torch.float64: np.float64}[dtype]
-        return torch.from_numpy(np.zeros(shape, entries)).view(dtype)[:, :size]
-    return like.new_zeros(shape, dtype=dtype)[:, :size]
+    if like.device.type != "cpu":
+        return like.new_zeros(shape, dtype=dtype)[:, :size]
+    # NumPy asks for huge pages where the system has them: a large window is read up to twice as fast.
+    wanted = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(wanted + _HUGE_PAGE, np.uint8)
+    start = -memory.ctypes.data % (_HUGE_PAGE if wanted > 2 * _HUGE_PAGE else 64)
+    return torch.from_numpy(memory[start : start + wanted]).view(dtype).view(shape)[:, :size]

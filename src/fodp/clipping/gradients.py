@@ -15,6 +15,7 @@ from fodp._checks import PrivacyError
 from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
+from fodp.clipping.norms import norms
 from fodp.clipping.uses import CHUNK_ENTRIES, Dense, Use
 from fodp.mechanism import Query
 
@@ -172,9 +173,8 @@ class _Pass:
     @staticmethod
     def of(engine: Engine, pieces: list[tuple[Use, int]], blocks: tuple[float, ...], examples: int) -> "_Pass":
         squares = torch.zeros(examples, dtype=engine.layout.dtype, device=engine.layout.device)
-        for use, i in pieces:
-            squares.add_(use.squared_norms(), alpha=blocks[i] ** 2)
-        return _Pass._checked(engine, squares.sqrt_(), list(pieces), blocks, complete=True)
+        found = norms([(use, blocks[i]) for use, i in pieces], squares)
+        return _Pass._checked(engine, found, list(pieces), blocks, complete=True)
 
     @staticmethod
     def of_rows(engine: Engine, rows: list[Tensor], blocks: tuple[float, ...]) -> "_Pass":

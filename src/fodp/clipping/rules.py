@@ -19,8 +19,7 @@ Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Use]]
 def linear(layer: nn.Linear, inputs: Tensor, back: Tensor) -> dict[str, Use]:
     """y = W·a + b, at one or many positions per example."""
     if inputs.dim() == 2:
-        weight = Product(inputs, back)
-        return {"weight": weight, "bias": Dense(back, weight.back_squares)}
+        return {"weight": Product(inputs, back), "bias": Dense(back)}
     inputs, back = (t.reshape(t.shape[0], 1, -1, t.shape[-1]) for t in (inputs, back))
     return {"weight": Outer(inputs, back), "bias": Dense(back.sum((1, 2)))}
 

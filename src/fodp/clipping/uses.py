@@ -61,18 +61,14 @@ def square_sums(rows: Tensor) -> Tensor:
 
 
 class Dense:
-    """Gradients that are small enough to be held: biases, norm layers, fallbacks.
+    """Gradients that are small enough to be held: biases, norm layers, fallbacks."""
 
-    `squares` are their squared norms, where somebody has computed them already.
-    """
-
-    def __init__(self, gradients: Tensor, squares: Tensor | None = None):
+    def __init__(self, gradients: Tensor):
         self.gradients = wide(gradients if gradients.dim() > 1 else gradients.unsqueeze(1))  # a single number
-        self._squares = squares
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per example."""
-        return square_sums(self.gradients) if self._squares is None else self._squares
+        return square_sums(self.gradients)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One vector-matrix product."""
@@ -102,11 +98,10 @@ class Product:
 
     def __init__(self, inputs: Tensor, back: Tensor):
         self.inputs, self.back = wide(inputs), wide(back)
-        self.back_squares = square_sums(self.back)
 
     def squared_norms(self) -> Tensor:
         """‖back_i‖²·‖input_i‖²."""
-        return _product(square_sums(self.inputs), self.back_squares)
+        return _product(square_sums(self.inputs), square_sums(self.back))
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""

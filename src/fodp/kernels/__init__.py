@@ -1,5 +1,5 @@
 """Hot loops in C, compiled once per machine where a C compiler exists: normals (`normals.c`), the pass over a
-memory (`recall.c`), and the norms and sums of an embedding's gradients (`tables.c`).
+memory (`recall.c`), norms of gradients (`norms.c`), and norms and sums of an embedding's (`tables.c`).
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
 in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
@@ -41,6 +41,8 @@ def library() -> ctypes.CDLL | None:
             recall.restype = None
         for follow in (found.fodp_follow, found.fodp_follow_bfloat16):
             follow.argtypes, follow.restype = [pointer, pointer, ctypes.c_float, size], None
+        found.fodp_add_squares.argtypes = [pointer, size, pointer, pointer, pointer, size]
+        found.fodp_add_squares.restype = None
         found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
         found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
         found.fodp_table_squares.restype = None

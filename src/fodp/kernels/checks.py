@@ -20,7 +20,8 @@ def is_right(found: ctypes.CDLL) -> bool:
     expected = np.concatenate([radius * np.cos(angle), (radius * np.sin(angle))[:seconds]])
     allowed = 1e-6 * np.concatenate([radius, radius[:seconds]]) + 1e-7
     normals_right = bool(np.all(np.abs(normals - expected) <= allowed))
-    return normals_right and _recalls_right(found, numbers) and _tables_right(found, numbers)
+    others = _recalls_right(found, numbers), _squares_right(found, numbers), _tables_right(found, numbers)
+    return normals_right and all(others)
 
 
 def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
@@ -51,6 +52,16 @@ def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
         if not right:
             return False
     return True
+
+
+def _squares_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
+    left, right = numbers.standard_normal((5, 103), np.float32), numbers.standard_normal((5, 7), np.float32)
+    left[0], right[0] = 1e-25, 1e25  # whose squares are no floats
+    squares, widths = np.ones(5, np.float32), np.array([103, 7, 103, 0], np.uintp)
+    rows, factors = np.array([left.ctypes.data, right.ctypes.data, left.ctypes.data, 0], np.uintp), np.array([0.25, 2])
+    found.fodp_add_squares(squares.ctypes.data, 5, *(a.ctypes.data for a in (rows, widths, factors)), 2)
+    lefts, rights = ((values.astype(np.float64) ** 2).sum(1) for values in (left, right))
+    return np.allclose(squares, 1 + 0.25 * lefts * rights + 2 * lefts, rtol=1e-6)
 
 
 def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:

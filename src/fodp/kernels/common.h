@@ -5,6 +5,14 @@
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
+/* In double: squares neither vanish nor overflow. */
+static inline double square_sum(const float *v, size_t size) {
+    double total = 0;
+    #pragma omp simd reduction(+ : total)
+    for (size_t i = 0; i < size; i++) total += (double)v[i] * v[i];
+    return total;
+}
+
 /* Vectors of the compiler: it cuts them to what the processor has. */
 #define LANES 16
 typedef double  doubles __attribute__((vector_size(8 * LANES)));

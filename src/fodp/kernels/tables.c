@@ -1,19 +1,6 @@
 /* Norms and sums of the gradients of an embedding table. */
 #include "common.h"
 
-#define COLUMNS 4096
-static inline double square_sum(const float *v, size_t size) {
-    double total = 0;
-    for (size_t start = 0; start < size; start += COLUMNS) {
-        size_t n = least(size - start, COLUMNS);
-        float square = 0;
-        #pragma omp simd reduction(+ : square)
-        for (size_t i = 0; i < n; i++) square += v[start + i] * v[start + i];
-        total += square;
-    }
-    return total;
-}
-
 /* squares[i] = sum over tokens of |sum of back[i, t] over the token's places t|^2. mass[i] = sum of |back[i, t]|
    if a token comes twice in the example, else 0. slots is a hash table of last + 1 places, at most half full. */
 void fodp_table_squares(float *squares, float *mass, const int64_t *indices, const float *back, size_t examples,

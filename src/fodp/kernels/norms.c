@@ -1,0 +1,15 @@
+/* Squared norms of per-example gradients that are rows, or outer products of two rows. */
+#include "common.h"
+
+/* squares[i] += factors[u] |rows[2u][i]|^2 |rows[2u+1][i]|^2 for every use u; a second row may be missing. */
+void fodp_add_squares(float *squares, size_t examples, const float *const *rows, const size_t *widths,
+                      const double *factors, size_t uses) {
+    for (size_t u = 0; u < uses; u++) {
+        for (size_t i = 0; i < examples; i++) {
+            double square = factors[u];
+            for (size_t side = 2 * u; side < 2 * u + 2 && rows[side]; side++)
+                square *= square_sum(rows[side] + i * widths[side], widths[side]);
+            squares[i] += (float)square;
+        }
+    }
+}
