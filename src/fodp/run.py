@@ -12,6 +12,7 @@ from fodp import _checks, exact, kernels, mechanism
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
+from fodp.buffers import KeptBuffers
 from fodp.clipping.batches import Batch, repeat
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
@@ -28,7 +29,8 @@ class Run:
     """Executes a plan step by step and checks every release against what the plan promised.
 
     `take_step()` performs one step of the plan's method and returns its private sum. A release whose
-    event is not the promised one is refused before its noise is drawn.
+    event is not the promised one is refused before its noise is drawn, and so is a model that
+    writes into its buffers, before anything of the step is used.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Run:
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
+        buffers = KeptBuffers(self.engine.model)
         released = self.method.step(self, self.state)
+        buffers.refuse_changes()
         emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
         if not _same(emitted, self._promised()):
             raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")

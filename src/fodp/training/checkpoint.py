@@ -114,7 +114,10 @@ def digest(content: Any) -> str:
 
 
 def _feed(state: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        entries = value.detach().to_sparse_coo().coalesce()
+        _feed(state, [str(value.layout), tuple(value.shape), entries.indices(), entries.values()])
+    elif isinstance(value, torch.Tensor):
         state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         state.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):

@@ -15,6 +15,7 @@ from torch import nn
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.buffers import KeptBuffers
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
 from fodp.flat import GradientBuffer
@@ -152,7 +153,7 @@ class _LoopRun(Run):
         self._batches = Fetcher(dataset, collate_fn)
         # The method's questions are answered from the records: of a lot they need to know its length only.
         self._fetcher = Fetcher((torch.arange(self._batches.size),))
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._buffers = model, optimizer, KeptBuffers(model)
         self._closed = self._stepping = False
         self.account: Account | None = None
 
@@ -179,6 +180,7 @@ class _LoopRun(Run):
                 f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
             )
         self._begin()
+        self._buffers = KeptBuffers(self._model)
         lot = super().draw(self._promised()[0].sampling_rate)
         self.engine.start(lot)
         return self._batches.fetch(lot.indices)
@@ -242,6 +244,7 @@ class _LoopRun(Run):
                 "each; other loaders do not sample as the accountant assumes, so nothing would be private"
             )
         self._refuse_changes()
+        self._buffers.refuse_changes()
         self.engine.refuse_incomplete()
         released = self.take_step()
         self.engine.start(None)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fodp._checks import PrivacyError
+from fodp.buffers import KeptBuffers
 from fodp.clipping.findings import refuse_errors
 from fodp.data.cards import Card
 from fodp.models import cross_entropy, one_line, wants_flat
@@ -12,8 +13,8 @@ from fodp.models import cross_entropy, one_line, wants_flat
 def rehearse(name: str, model: nn.Module, card: Card) -> None:
     """Run a model forwards and backwards on made-up examples and refuse it if training would break or leak.
 
-    Private data is not touched, random state and buffers are left as they were. A buffer that takes on other
-    values for other inputs would publish un-noised statistics of the data with the model.
+    Private data is not touched, random state and buffers are left as they were. Every step of a run looks at the
+    buffers too; here a model that writes into them is found before anything is spent.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise PrivacyError(
@@ -23,9 +24,7 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
     shape = (card.features,) if wants_flat(name) else card.shape
     labels = torch.full((2,), card.classes - 1)
     ramp = torch.linspace(-0.5, 1, 2 * card.features).reshape(2, *shape)
-    buffers = dict(model.named_buffers())
-    before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
-    after, finite = [], []
+    finite, buffers = [], KeptBuffers(model)
     with torch.random.fork_rng(devices=[]):
         for images in (ramp, torch.zeros_like(ramp)):
             torch.default_generator.manual_seed(0)  # the same dropout for both
@@ -40,17 +39,9 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
             if losses.shape != (2,):
                 raise PrivacyError(f"model {name} must return one row of {card.classes} scores for each example")
             finite.append(bool(losses.isfinite().all()))
-            after.append({key: buffer.detach().clone() for key, buffer in buffers.items()})
-            for key, buffer in buffers.items():
-                buffer.detach().copy_(before[key])
+            buffers.refuse_changes(f"model {name}")
     if not any(finite):
         raise PrivacyError(f"model {name} gives losses that are not finite; look at its initial weights")
-    for key in buffers:
-        if not torch.equal(*(state[key].nan_to_num() for state in after)):
-            raise PrivacyError(
-                f"model {name} writes statistics of its inputs into the buffer {key}, which no noise protects; "
-                "leave them out, or freeze that part in evaluation mode"
-            )
 
 
 def _differentiate(losses: Tensor, model: nn.Module) -> None:

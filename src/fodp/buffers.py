@@ -1,0 +1,49 @@
+"""A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
+
+import torch
+from torch import Tensor, nn
+
+from fodp._checks import PrivacyError
+
+
+class KeptBuffers:
+    """A model's buffers as they are now, to be compared after passes over private data.
+
+    Any change is refused, not only one that looks like a statistic: even a count of passes tells how many examples
+    were drawn.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+
+    def refuse_changes(self, who: str = "the model") -> None:
+        """Put back whatever has changed, and raise if anything has."""
+        now = dict(self._model.named_buffers())
+        changed = [name for name in self._before if name not in now or not _same(now[name], self._before[name][1])]
+        changed += [name for name in now if name not in self._before]
+        for name in changed:
+            path, _, key = name.rpartition(".")
+            buffers = self._model.get_submodule(path)._buffers
+            if name not in self._before:
+                del buffers[key]
+                continue
+            buffer, copy = self._before[name]
+            buffers[key] = buffer
+            with torch.no_grad():
+                buffer.copy_(copy)
+        if changed:
+            raise PrivacyError(
+                f"{who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count of "
+                "passes), and buffers leave with the model while no noise protects them: leave that out, freeze that "
+                "part in evaluation mode, or fill a cache before training on made-up data"
+            )
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    if now.shape != before.shape or now.dtype != before.dtype or now.layout != before.layout:
+        return False
+    if now.layout != torch.strided:
+        ours, theirs = (tensor.to_sparse_coo().coalesce() for tensor in (now, before))
+        return _same(ours.indices(), theirs.indices()) and _same(ours.values(), theirs.values())
+    return torch.equal(now, before) or bool(((now == before) | ((now != now) & (before != before))).all())  # NaN is NaN
