@@ -215,11 +215,13 @@ def test_the_command_line_exits_with_the_verdict(tmp_path, capsys):
     assert main(["audit", "--confidence", "2", "--quiet"]) == 2
 
 
-def test_a_run_folder_is_audited_as_it_was_trained(tmp_path, capsys):
+@pytest.mark.parametrize("noise", [("--noise-multiplier", "2.5"), ("--target-epsilon", "2")])
+def test_a_run_folder_is_audited_as_it_was_trained(tmp_path, capsys, monkeypatch, noise):
     folder = str(tmp_path / "run")
-    words = ["--method", "dp-sgd", "--noise-multiplier", "2.5", "--epochs", "1", "--quiet", "--json"]
+    words = ["--method", "dp-sgd", *noise, "--seed", "3", "--epochs", "1", "--quiet", "--json"]
     assert main(["train", *words, "--out", folder]) == 0
     trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.setattr("fodp.accounting.calibrate_scale", lambda *_: 7.0)  # what another accountant might find
     assert main(["audit", "--run", folder, "--attack", "sampling", "--quiet", "--json"]) == 0
     audited = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert audited["epsilon_claimed"] == pytest.approx(trained["epsilon"])

@@ -218,6 +218,39 @@ class TestFolders:
         assert code == 2
         assert "--clip-norm" in err
 
+    def test_resuming_takes_the_plan_of_the_run_and_does_not_calibrate_again(self, capsys, tmp_path, monkeypatch):
+        words = [*QUICK, "--set", "beta=((0, 0.9), (5, 0.5))"]  # comes back from JSON as lists
+        place = words.index("--noise-multiplier")
+        words[place : place + 2] = ["--target-epsilon", "3"]
+        assert run(capsys, "train", *words, "--out", str(tmp_path / "r"))[0] == 0
+        config = json.loads((tmp_path / "r" / "config.json").read_text())
+        monkeypatch.setattr("fodp.accounting.calibrate_scale", lambda *_: 7.0)  # what another accountant might find
+        code, out, err = run(capsys, "train", "--resume", "--quiet", "--json", "--out", str(tmp_path / "r"))
+        assert code == 0, err
+        assert json.loads(out.splitlines()[-1])["noise_multiplier"] == config["plan"]["noise_multiplier"] != 7.0
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (dict(plan=None), "holds no plan"),
+            (dict(plan={}), "holds no plan"),
+            (dict(plan="absent"), "lacks plan"),
+            (dict(clip_norm=3.0), "clip_norm 3.0, its plan"),
+            (dict(epochs=3.0), "steps"),
+            (dict(seed=9), "seed 9, its plan"),
+            (dict(noise_multiplier=99.0), "noise_multiplier 99.0, its plan"),
+        ],
+    )
+    def test_a_configuration_that_contradicts_its_plan(self, capsys, tmp_path, changes, message):
+        assert run(capsys, "train", *QUICK, "--out", str(tmp_path / "r"))[0] == 0
+        file = tmp_path / "r" / "config.json"
+        config = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+        for words in (("train", "--resume", "--out"), ("audit", "--run")):
+            code, _, err = run(capsys, *words, str(tmp_path / "r"), "--quiet")
+            assert code == 2
+            assert message in err
+
     def test_resuming_a_finished_run_changes_nothing(self, capsys, tmp_path):
         assert run(capsys, "train", *QUICK, "--out", str(tmp_path / "r"))[0] == 0
         before = torch.load(tmp_path / "r" / "checkpoint.pt", weights_only=True)["model"]

@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         _make(Path(options.out))  # before the work, not after it
     use_threads(options)
     splits = load_data(config, options)
-    plan = make_plan(config, splits)
+    plan = replace(make_plan(config, splits), seed=options.seed)
     torch.manual_seed(options.seed)
     canaries = audit.random_canaries(splits.train, options.canaries, splits.card.classes, seed=options.seed)
     asked: dict[str, Any] = {"trials": options.trials, "seed": options.seed, "attacks": options.attack or audit.ATTACKS}
@@ -84,9 +85,11 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
             option = "--" + next(iter(said)).replace("_", "-")
             raise PrivacyError(f"--run audits the configuration of that run: leave out {option}, or leave out --run")
         said = RunFolder(options.run_folder).read_config()
+        if "plan" not in said:
+            raise PrivacyError(f"the configuration in {options.run_folder} lacks plan: restore a copy of it")
     elif "target_epsilon" not in said:
         said.setdefault("noise_multiplier", 1.0)
-    return {**_DEFAULTS, **said, "seed": options.seed}
+    return {**_DEFAULTS, **said}
 
 
 @contextmanager

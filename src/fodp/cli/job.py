@@ -115,9 +115,11 @@ def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
 
 
 def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
-    """The plan of a configuration, calibrated if it names a target and no noise."""
+    """The plan of a configuration: the stored one, or a new one, calibrated if it names a target and no noise."""
     from fodp.plan import Plan
 
+    if "plan" in config:
+        return _stored_plan(config)
     card = splits.card
     rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
     params = dict(config.get("set", {}))
@@ -140,6 +142,26 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
     plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
     if not math.isfinite(plan.epsilon()):
         raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
+    return plan
+
+
+def _stored_plan(config: dict[str, Any]) -> "Plan":
+    """The plan that a run was started with: to calibrate again, with another accountant perhaps, might find another."""
+    from fodp.plan import Plan
+
+    try:
+        plan = Plan(**config["plan"])
+    except TypeError as error:
+        raise PrivacyError(f"the run's configuration holds no plan ({error}): restore a copy of it") from None
+    said = {name: config[name] for name in plan.to_dict() if name in config}
+    if said.get("noise_multiplier", 0) is None:
+        del said["noise_multiplier"]
+    for name, value in {**said, "steps": _steps(config["epochs"], plan.sampling_rate)}.items():
+        if value != getattr(plan, name):
+            raise PrivacyError(
+                f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
+                "a copy of it"
+            )
     return plan
 
 
