@@ -347,6 +347,46 @@ class TestFingerprint:
         assert "changed on purpose" in card(summary(ledger(tmp_path))[0])
         self.trainer(ledger(tmp_path, dataset="more"), self.data(2.0)).fit()  # another name, other data
 
+    @pytest.mark.rule(17)
+    def test_known_data_under_another_name_stops_unless_allowed(self, tmp_path):
+        """A renamed data set would escape its budget."""
+        self.trainer(named(tmp_path), self.data()).fit()
+        entries = len(ledger(tmp_path).store.select())
+        for options in (dict(dataset="renamed", budget=(1.0, 1e-5)), dict(dataset="renamed"), dict()):
+            with pytest.raises(fodp.PrivacyError, match=r"as 'people' already.*allow_other_name=True"):
+                self.trainer(ledger(tmp_path, **options), self.data()).fit()
+        assert len(ledger(tmp_path).store.select()) == entries
+        self.trainer(ledger(tmp_path, dataset="renamed", allow_other_name=True), self.data()).fit()
+        self.trainer(ledger(tmp_path, dataset="renamed"), self.data()).fit()  # said once is enough
+        self.trainer(named(tmp_path), self.data()).fit()
+        records = {record["dataset"]: record for record in summary(ledger(tmp_path))}
+        assert records["people"]["also_known_as"] == ["renamed"]
+        assert "as 'people' too" in card(records["renamed"])
+        assert "as 'renamed' too" in card(records["people"])
+
+    def test_an_old_version_of_the_data_is_known_too(self, tmp_path):
+        self.trainer(named(tmp_path), self.data()).fit()
+        self.trainer(named(tmp_path, allow_changed_data=True), self.data(1.0)).fit()
+        for shift in (0.0, 1.0):
+            with pytest.raises(fodp.PrivacyError, match="as 'people' already"):
+                self.trainer(ledger(tmp_path, dataset="renamed"), self.data(shift)).fit()
+
+    def test_unnamed_runs_may_share_their_data(self, tmp_path):
+        self.trainer(ledger(tmp_path), self.data()).fit()
+        self.trainer(ledger(tmp_path), self.data()).fit()
+        assert all(len(record["also_known_as"]) == 1 for record in summary(ledger(tmp_path)))
+        with pytest.raises(fodp.PrivacyError, match="as 'unnamed data of run"):
+            self.trainer(named(tmp_path), self.data()).fit()
+
+    def test_images_are_the_same_data_when_a_model_takes_them_flat(self, tmp_path):
+        inputs, labels = self.data().tensors
+        self.trainer(named(tmp_path), self.data()).fit()
+        square = TensorDataset(inputs.reshape(-1, 2, 2), labels)
+        flat = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+        self.trainer(named(tmp_path), square, model=flat).fit()
+        with pytest.raises(fodp.PrivacyError, match="not what it was"):
+            self.trainer(named(tmp_path), TensorDataset(inputs[:30], labels[:30])).fit()
+
     @pytest.mark.rule(11)
     def test_a_seeded_run_never_puts_its_noise_on_other_data(self, tmp_path):
         first = self.trainer(ledger(tmp_path), self.data())
@@ -556,8 +596,12 @@ class TestCommandLine:
         assert (tmp_path / "l.sqlite").read_bytes() == before
         assert not (tmp_path / "b").exists()
         assert not (tmp_path / "m.sqlite").exists()
-        assert self.train(tmp_path, "b", "--dataset-name", "others", "--no-budget") == 0
-        assert self.train(tmp_path, "c", "--dataset-name", "others") == 0
+        words = ("--dataset-name", "others", "--no-budget")
+        assert self.train(tmp_path, "b", *words) == 2
+        assert "as 'people' already" in (err := capsys.readouterr().err)
+        assert "--allow-other-name" in err
+        assert self.train(tmp_path, "c", *words, "--allow-other-name") == 0
+        assert self.train(tmp_path, "d", "--dataset-name", "others") == 0
 
     def test_a_selection_costs_what_its_method_costs(self, capsys, tmp_path):
         numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=4", "--steps=5", "--budget=9,1e-5"]

@@ -19,6 +19,7 @@ def open_ledger(path: Path, config: dict[str, Any], options: argparse.Namespace)
         dataset=config.get("dataset_name"),
         budget=parse_budget(config["budget"]) if "budget" in config else None,
         allow_changed_data=bool(options.allow_changed_data),
+        allow_other_name=bool(options.allow_other_name),
         create=not options.resume,
     )
 

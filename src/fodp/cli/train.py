@@ -35,7 +35,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "no_budget")
+_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
     add("--no-budget", action="store_true", default=None, help="a new data set in --ledger, without a limit")
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
+    add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
     add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")

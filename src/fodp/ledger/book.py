@@ -20,6 +20,8 @@ from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
 from fodp.ledger.store import Entry, Store
 
+_UNNAMED = "unnamed data of run "
+
 
 class Ledger:
     """The spending of many runs in one SQLite file that is only ever added to.
@@ -28,7 +30,8 @@ class Ledger:
     name for the data; runs under one name share its `budget` (ε, δ), which is fixed by the first run that names
     one and refuses, by a Rényi filter, what would exceed it. Processes on one file cannot overspend together.
     Unnamed runs are written down, each for itself. Where data under a name no longer is what it was on this
-    machine, runs stop unless `allow_changed_data`.
+    machine, runs stop unless `allow_changed_data`; where it is in the ledger under another name, whose budget it
+    would escape, they stop unless `allow_other_name`.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Ledger:
         dataset: str | None = None,
         budget: tuple[float, float] | None = None,
         allow_changed_data: bool = False,
+        allow_other_name: bool = False,
         create: bool = True,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
@@ -47,7 +51,8 @@ class Ledger:
                 raise PrivacyError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
             _checks.positive("the budget's epsilon", budget[0])
             _checks.open_fraction("the budget's delta", budget[1])
-        self.dataset, self._wanted, self.allow_changed_data = dataset, budget, allow_changed_data
+        self.dataset, self._wanted = dataset, budget
+        self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
         self.store = Store(path, create=create)
 
     @property
@@ -161,7 +166,7 @@ class Ledger:
             )
 
     def _name(self, run: str) -> str:
-        return self.dataset if self.dataset is not None else f"unnamed data of run {run}"
+        return self.dataset if self.dataset is not None else _UNNAMED + run
 
     def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
         """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
@@ -212,8 +217,9 @@ class Ledger:
         """Is the data another than before? Then stop, or write down that it was allowed."""
         if mark is None:
             return False
-        earlier = [e.data["fingerprint"] for e in self.store.select("dataset = ? AND kind = 'data'", (dataset,))]
-        mine = [other for other in earlier if comparable(other, mark)]
+        entries = self.store.select("kind = 'data'")
+        mine = [e.data["fingerprint"] for e in entries if e.dataset == dataset]
+        mine = [other for other in mine if comparable(other, mark)]
         changed = bool(mine) and mine[-1] != mark
         if changed and not self.allow_changed_data:
             raise PrivacyError(
@@ -221,8 +227,22 @@ class Ledger:
                 "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
             )
         if changed or not mine:
+            names = {e.dataset for e in entries if e.data["fingerprint"] == mark and e.dataset != dataset}
+            if not self.allow_other_name:
+                self._refuse_other_name(dataset, sorted(names))
             self.store.append("data", dataset, run, data={"fingerprint": mark, "allowed_change": changed})
         return changed
+
+    def _refuse_other_name(self, dataset: str, known: list[str]) -> None:
+        """Unnamed runs among themselves have no budget to escape from."""
+        if dataset.startswith(_UNNAMED):
+            known = [name for name in known if not name.startswith(_UNNAMED)]
+        if known:
+            raise PrivacyError(
+                f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
+                "under another name: use that name, or say that it has two on purpose (--allow-other-name, "
+                "allow_other_name=True)"
+            )
 
 
 def _who() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a ledger says: who spent what, when and on what, what is left, and whether the file can be believed."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +25,16 @@ NOT_COVERED = (
 def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
     """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
     rows: dict[str, list[Entry]] = defaultdict(list)
+    names: dict[str, set[str]] = defaultdict(set)  # that one fingerprint goes by
     for entry in ledger.store.select():
         rows[entry.dataset].append(entry)
-    return [_of_dataset(name, ledger.budget(name), rows[name]) for name in rows if dataset in (None, name)]
+        if entry.kind == "data":
+            names[entry.data["fingerprint"]].add(entry.dataset)
+    return [
+        {**_of_dataset(name, ledger.budget(name), rows[name]), "also_known_as": _others(name, names.values())}
+        for name in rows
+        if dataset in (None, name)
+    ]
 
 
 def faults(ledger: Ledger) -> list[str]:
@@ -63,8 +71,8 @@ def card(record: dict[str, Any]) -> str:
     budget = record["budget"]
     if budget is not None:
         lines += [
-            f"Guarantee: everything ever released under this ledger is ({budget['epsilon']:g}, {budget['delta']:g})-"
-            "differentially private, whatever was run, and however runs were chosen after seeing earlier ones.",
+            f"Guarantee: everything ever released under this name in this ledger is ({budget['epsilon']:g}, "
+            f"{budget['delta']:g})-differentially private, whatever was run, and however runs were chosen after seeing earlier ones.",
             f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
@@ -92,6 +100,13 @@ def card(record: dict[str, Any]) -> str:
         )
     for change in record["changes"]:
         lines.append(f"  {change}  the data was changed on purpose; each version has the guarantee for itself only")
+    others = record["also_known_as"]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        lines.append(
+            f"  This data is in the ledger as {', '.join(map(repr, others[:3]))}{more} too: what was released under "
+            "all these names adds up, and no guarantee above counts the others."
+        )
     lines += ["", f"Not covered: {NOT_COVERED}."]
     return "\n".join(lines)
 
@@ -121,6 +136,10 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
         "selections": [_selection(entry, budget) for entry in selected],
         "changes": [_when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
+
+
+def _others(name: str, groups: Iterable[set[str]]) -> list[str]:
+    return sorted({other for group in groups if name in group for other in group} - {name})
 
 
 def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:

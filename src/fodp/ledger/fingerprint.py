@@ -14,6 +14,8 @@ from pathlib import Path
 
 from fodp._checks import PrivacyError
 
+_KIND = b"the name of this key, 2"  # marks made in another way are not comparable
+
 
 def fingerprint(chunks: Iterable[bytes | memoryview]) -> str | None:
     """`key:mark`: which machine's key it was made with, and the keyed hash of the data; None if no key can be kept."""
@@ -23,7 +25,7 @@ def fingerprint(chunks: Iterable[bytes | memoryview]) -> str | None:
     mark = hmac.new(key, digestmod=hashlib.blake2b)
     for chunk in chunks:
         mark.update(chunk)
-    name = hmac.new(key, b"the name of this key", hashlib.blake2b).hexdigest()[:12]
+    name = hmac.new(key, _KIND, hashlib.blake2b).hexdigest()[:12]
     return f"{name}:{mark.hexdigest()[:32]}"
 
 
