@@ -58,6 +58,17 @@ def exhaust(tmp_path):
 
 
 class TestFilter:
+    def test_phases_without_steps_cost_nothing(self):
+        """Schedules may leave some empty; their noise counts for nothing, however little it is."""
+        nothing = Phase((Event(1.0, 0.01),), 0)
+        budget = RenyiBudget.suited_to((nothing, *PHASES), 1.0, 1e-5)
+        assert budget == RenyiBudget.suited_to(PHASES, 1.0, 1e-5)
+        costs = budget.costs(PHASES)
+        for phases in ((nothing, *PHASES), (*PHASES, nothing)):
+            assert np.array_equal(budget.costs(phases), costs)
+            assert np.array_equal(Repetitions(5).rdp(phases), Repetitions(5).rdp(PHASES))
+        assert budget.costs((nothing,)).tolist() == budget.costs(()).tolist() == [0.0]
+
     @pytest.mark.rule(17)
     def test_adaptive_runs_are_refused_by_the_rdp_of_one_fixed_order(self, tmp_path):
         book = named(tmp_path)

@@ -97,7 +97,7 @@ def epsilon_of(phases: Sequence[Phase], delta: float, accountant: str = "pld") -
     0 for no steps. Schedules with more than 128 different events are rounded to slightly costlier ones.
     """
     _check(delta, accountant)
-    return _cost(_tally(phases), delta, accountant)
+    return _cost(tally(phases), delta, accountant)
 
 
 def epsilon_curve(phases: Sequence[Phase], delta: float, accountant: str, points: Sequence[int]) -> list[float]:
@@ -114,8 +114,8 @@ def epsilon_curve(phases: Sequence[Phase], delta: float, accountant: str, points
             raise PrivacyError(f"points must not decrease, got {later} after {earlier}")
         if later > planned:
             raise PrivacyError(f"points holds {later}, more than the {planned} steps that are planned")
-    rounded = _rounding(phases)
-    spent = _accountant(accountant, _tally(phases))
+    rounded = rounded_releases(phases)
+    spent = _accountant(accountant, tally(phases))
     curve: list[float] = []
     for chunk in _between(phases, points):
         for event, count in chunk.items():
@@ -135,7 +135,7 @@ def epsilon_for_group(phases: Sequence[Phase], delta: float, k: int) -> float:
     for each step: the number of the person's records in a lot is binomial (Ganesh 2024).
     """
     _checks.open_fraction("delta", delta)
-    return _cost(_tally(phases), delta, records=_checks.whole("k", k))
+    return _cost(tally(phases), delta, records=_checks.whole("k", k))
 
 
 def epsilon_replace_one(phases: Sequence[Phase], delta: float) -> float:
@@ -145,7 +145,7 @@ def epsilon_replace_one(phases: Sequence[Phase], delta: float) -> float:
     strong a demand as add-or-remove. Why the pair of distributions behind it suffices: `LossAccountant`.
     """
     _checks.open_fraction("delta", delta)
-    return _cost(_tally(phases), delta, replace=True)
+    return _cost(tally(phases), delta, replace=True)
 
 
 def rdp_curve(phases: Sequence[Phase]) -> tuple[Floats, Floats]:
@@ -155,7 +155,7 @@ def rdp_curve(phases: Sequence[Phase]) -> tuple[Floats, Floats]:
     values may be added up over runs that were chosen after seeing earlier results (a privacy filter).
     """
     spent = RenyiAccountant()
-    for (rate, noise), count in _tally(phases):
+    for (rate, noise), count in tally(phases):
         spent.add(rate, noise, count)
     return np.array(_accountants.ORDERS, dtype=float), np.array(spent.rdp)
 
@@ -292,21 +292,22 @@ def _cost(tally: Tally, delta: float, accountant: str = "pld", *, records: int =
     return spent.epsilon(delta)
 
 
-def _rounding(phases: Sequence[Phase]) -> dict[Event, Release]:
+def rounded_releases(phases: Sequence[Phase]) -> dict[Event, Release]:
+    """What each event is counted as: itself, or something slightly costlier. Phases without steps have no events."""
     events = {event for phase in phases if phase.steps for event in phase.events}
     releases = {e: (_accountants.round_rate(float(e.sampling_rate)), float(e.noise_multiplier)) for e in events}
     rounded = _accountants.rounding(releases.values())
     return {event: rounded[release] for event, release in releases.items()}
 
 
-def _tally(phases: Sequence[Phase]) -> Tally:
+def tally(phases: Sequence[Phase]) -> Tally:
     """How often each release is made; their order does not matter to a plan fixed in advance."""
-    rounded = _rounding(phases)
-    tally: Counter[Release] = Counter()
+    rounded = rounded_releases(phases)
+    counts: Counter[Release] = Counter()
     for phase in phases:
         for event in phase.events if phase.steps else ():
-            tally[rounded[event]] += phase.steps
-    return tuple(sorted(tally.items()))
+            counts[rounded[event]] += phase.steps
+    return tuple(sorted(counts.items()))
 
 
 def _between(phases: Sequence[Phase], points: Sequence[int]) -> Iterator[Counter[Event]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fodp import _accountants, _checks, accounting
-from fodp._accountants import Floats, Release
+from fodp._accountants import Floats
 from fodp._checks import PrivacyError
 from fodp.accounting import Phase, Tally
 
@@ -55,7 +55,7 @@ class RenyiBudget:
         _checks.positive("the budget's epsilon", epsilon)
         _checks.open_fraction("the budget's delta", delta)
         # The choice of order cannot harm the guarantee, so a few of a schedule's releases will do to make it.
-        frequent = Counter({release: count for release, count in _tally(phases).items() if count}).most_common(8)
+        frequent = Counter(dict(accounting.tally(phases))).most_common(8)
         spent = _accountants.RenyiAccountant()
         for (rate, noise), count in frequent:
             spent.add(rate, noise, count)
@@ -84,13 +84,11 @@ class RenyiBudget:
 
     def costs(self, phases: Sequence[Phase]) -> Floats:
         """Upper bounds on the divergence of the first n steps, for n = 0 … all of them."""
-        rounded = _accountants.rounding(_tally(phases))
+        rounded = accounting.rounded_releases(phases)
         each = [
-            np.full(
-                phase.steps,
-                sum(_release_cost(*rounded[e.sampling_rate, e.noise_multiplier], self.order) for e in phase.events),
-            )
+            np.full(phase.steps, sum(_release_cost(*rounded[event], self.order) for event in phase.events))
             for phase in phases
+            if phase.steps
         ]
         return np.concatenate([[0.0], np.cumsum(np.concatenate(each))]) if each else np.zeros(1)
 
@@ -129,9 +127,7 @@ class Repetitions:
 
     def rdp(self, phases: Sequence[Phase]) -> Floats:
         """An upper bound on the Rényi divergence of the selection, at every order of the accountant."""
-        tally = _tally(phases)
-        merged = _merged(tally, _accountants.rounding(tally))
-        return _selection_cost(tuple(sorted(merged.items())), self.mean, self.shape)
+        return _selection_cost(accounting.tally(phases), self.mean, self.shape)
 
     def epsilon(self, phases: Sequence[Phase], delta: float) -> float:
         """ε at δ of releasing the best of a random number of runs of these phases."""
@@ -202,21 +198,6 @@ def _selection_cost(tally: Tally, mean: float, shape: float) -> Floats:
     rdp: Floats = np.minimum.accumulate(accountant.rdp[::-1])[::-1]  # a higher order's value is a bound too
     rdp.flags.writeable = False
     return rdp
-
-
-def _tally(phases: Sequence[Phase]) -> Counter[Release]:
-    tally: Counter[Release] = Counter()
-    for phase in phases:
-        for event in phase.events if phase.steps else ():
-            tally[event.sampling_rate, event.noise_multiplier] += phase.steps
-    return tally
-
-
-def _merged(tally: Counter[Release], rounded: dict[Release, Release]) -> Counter[Release]:
-    merged: Counter[Release] = Counter()
-    for release, count in tally.items():
-        merged[rounded[release]] += count
-    return merged
 
 
 def phases_to_data(phases: Sequence[Phase]) -> list[list[object]]:

@@ -72,7 +72,8 @@ def card(record: dict[str, Any]) -> str:
     if budget is not None:
         lines += [
             f"Guarantee: everything ever released under this name in this ledger is ({budget['epsilon']:g}, "
-            f"{budget['delta']:g})-differentially private, whatever was run, and however runs were chosen after seeing earlier ones.",
+            f"{budget['delta']:g})-differentially private, whatever was run, and however runs were "
+            "chosen after seeing earlier ones.",
             f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
