@@ -476,6 +476,16 @@ class TestFingerprint:
 
 
 class TestSelection:
+    @pytest.mark.parametrize("words", [["--noise-multiplier=1e-29"], ["--noise-multiplier=1e29", "--set=beta=1e-200"]])
+    def test_absurd_noise_ends_in_a_number(self, capsys, tmp_path, words):
+        said = ["--method=fo-dp-sgd", "--mean=3", "--sampling-rate=0.1", "--steps=5", "--dataset-name=d", "--no-budget"]
+        assert main(["ledger", "select", str(tmp_path / "l.sqlite"), *said, *words]) == 0
+        assert main(["ledger", "check", str(tmp_path / "l.sqlite")]) == 0
+        capsys.readouterr()
+        assert main(["ledger", "show", str(tmp_path / "l.sqlite"), "--json"]) == 0
+        stated = json.loads(capsys.readouterr().out)[0]["selections"][0]["epsilon"]
+        assert stated == math.inf if len(words) == 1 else 0 <= stated < 0.1
+
     def test_it_costs_more_than_one_run_and_less_than_the_mean_number_of_them(self):
         phases = (Phase((Event(0.04, 1.1),), 500),)
         one, all_of_them = epsilon_of(phases, 1e-5, "rdp"), epsilon_of((Phase(phases[0].events, 15000),), 1e-5, "rdp")

@@ -185,12 +185,15 @@ def _release_cost(rate: float, noise: float, order: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _selection_cost(tally: Tally, mean: float, shape: float) -> Floats:
+    if any(z < _accountants.LEAST_NOISE for (_, z), _ in tally):
+        return np.full(len(_accountants.ORDERS), math.inf)
     from dp_accounting import dp_event
     from dp_accounting.rdp import RdpAccountant
 
+    noises = [dp_event.GaussianDpEvent(min(z, _accountants.MOST_NOISE)) for (_, z), _ in tally]
     parts = [
-        dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), count)
-        for (q, z), count in tally
+        dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, noise), count)
+        for ((q, _), count), noise in zip(tally, noises, strict=True)
     ]
     accountant = RdpAccountant(_accountants.ORDERS)
     with _accountants._quiet():
