@@ -8,66 +8,21 @@ then steps that are written down in a ledger before they are used.
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.bench.workloads import WORKLOADS
+from fodp.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
 from fodp.exact import rounded_normals
 from fodp.models import cross_entropy
 from fodp.noise import Streams
-from fodp.training.bookkeeping import open_account
 
 BURST = 20
-MLP = WORKLOADS["mlp"]
-
-
-class TorchNoise:
-    """What most libraries do: `normal_` on the output, with masks from the secure stream as before."""
-
-    def __init__(self) -> None:
-        self._masks = Streams.secure()
-
-    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
-        return out.normal_(0.0, std)
-
-    def words(self, count: int, step: int, name: str) -> Any:
-        return self._masks.words(count, step, name)
-
-
-def step_with(
-    noise: Any, data: TensorDataset, method: str, steps: int, ledger: fodp.Ledger | None = None, **plan: Any
-) -> Callable[[], None]:
-    public = dict(
-        sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
-    )
-    trainer = fodp.Trainer(MLP.model(), cross_entropy, data, fodp.Plan(**public, delta=1e-5, method=method, **plan))
-    if ledger is not None:
-        trainer._account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
-    if noise is not None:
-        trainer.run.streams = noise
-        trainer.run._sampler._streams = noise
-    return trainer._one_step
-
-
-def milliseconds(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in random.sample(list(contenders), len(contenders)):
-            started = time.perf_counter()
-            for _ in range(BURST):
-                contenders[name]()
-            times[name].append((time.perf_counter() - started) / BURST * 1e3)
-    return times
 
 
 def report(title: str, times: dict[str, list[float]], base: str) -> dict[str, float]:
@@ -101,20 +56,11 @@ def durability(data: TensorDataset, rounds: int) -> dict[str, float]:
         book = fodp.Ledger(Path(folder) / "l.sqlite", dataset="made up", budget=(1e6, 1e-5))
         steps = BURST * 20 * (rounds // 2 + 2) + 1
         contenders = {
-            "no ledger": step_with(None, data, "dp-sgd", steps),
-            "ledger": step_with(None, data, "dp-sgd", steps, ledger=book),
+            "no ledger": trainer_with(data, "dp-sgd", steps)._one_step,
+            "ledger": trainer_with(data, "dp-sgd", steps, ledger=book)._one_step,
         }
-        bursts = {name: repeated(step, 20) for name, step in contenders.items()}
-        milliseconds(bursts, 1)
-        return report("a durable dp-sgd step (times 20)", milliseconds(bursts, rounds // 2), "no ledger")
-
-
-def repeated(step: Callable[[], None], times: int) -> Callable[[], None]:
-    def often() -> None:
-        for _ in range(times):
-            step()
-
-    return often
+        milliseconds(contenders, 1, 20 * BURST)
+        return report("a durable dp-sgd step", milliseconds(contenders, rounds // 2, 20 * BURST), "no ledger")
 
 
 def main() -> None:
@@ -128,12 +74,12 @@ def main() -> None:
     results = {}
     for method in ("dp-sgd", "fo-dp-sgd"):
         contenders = {
-            "torch.normal_": step_with(TorchNoise(), data, method, steps),
-            "secure stream": step_with(None, data, method, steps),
-            "secure stream, exact noise": step_with(None, data, method, steps, exact_noise=True),
+            "torch.normal_": trainer_with(data, method, steps, noise=TorchNoise())._one_step,
+            "secure stream": trainer_with(data, method, steps)._one_step,
+            "secure stream, exact noise": trainer_with(data, method, steps, exact_noise=True)._one_step,
         }
-        milliseconds(contenders, 1)
-        results[method] = report(f"a {method} step", milliseconds(contenders, options.rounds), "torch.normal_")
+        milliseconds(contenders, 1, BURST)
+        results[method] = report(f"a {method} step", milliseconds(contenders, options.rounds, BURST), "torch.normal_")
     size = sum(p.numel() for p in MLP.model().parameters())
     buffer, streams, step = torch.empty(size), Streams.seeded(0), iter(range(10**9))
     draws = {
@@ -141,8 +87,8 @@ def main() -> None:
         "secure stream": lambda: streams.normal_(buffer, 1.1, next(step), "noise"),
         "secure stream, exact noise": lambda: rounded_normals(size, streams, next(step), "noise"),
     }
-    milliseconds(draws, 1)
-    results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds), "torch.normal_")
+    milliseconds(draws, 1, BURST)
+    results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds, BURST), "torch.normal_")
     results["ledger"] = durability(data, options.rounds)
     results["rounding"] = {"of C": rounding_of_sums(data)}
     print(f"rounding of float32 sums when one example leaves: at most {results['rounding']['of C']:.1e} of C")
