@@ -240,7 +240,7 @@ def test_processes_racing_on_one_ledger_cannot_overspend_together(tmp_path):
     for racer in racers:
         racer.join()
     book = ledger(tmp_path)
-    assert all("left" in message for _, message in outcomes)
+    assert all("left" in message for _, message in outcomes), outcomes
     assert sum(taken > 0 for taken, _ in outcomes) >= 2  # it was a race
     assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
     assert book.store.others_rdp("people", "") <= budget.capacity
@@ -602,6 +602,34 @@ class TestCommandLine:
         with pytest.raises(fodp.PrivacyError, match="before it had a budget"):
             second.open("late", PHASES, 10)
         assert second.budget("people") is None
+
+    @pytest.mark.parametrize("moment", ["_refuse_late_budget", "_agreed_budget"])
+    @pytest.mark.parametrize("what", ["open", "charge_selection"])
+    def test_a_budget_that_another_process_fixes_meanwhile_holds_for_both(self, tmp_path, monkeypatch, moment, what):
+        """Between any two looks at the file somebody else may write to it."""
+
+        def attempt(name, budget):
+            path = tmp_path / f"{name}.sqlite"
+            first = Ledger(path, dataset="people", budget=(8.0, 1e-5))
+            second = Ledger(path, dataset="people", budget=budget)
+            original = getattr(second, moment)
+
+            def overtaken(*words):
+                result = None if moment == "_refuse_late_budget" else original(*words)
+                if first.store.last("kind = 'run'") is None:
+                    first.open("quicker", PHASES, 10)
+                return original(*words) if moment == "_refuse_late_budget" else result
+
+            monkeypatch.setattr(second, moment, overtaken)
+            if what == "open":
+                second.open("slower", PHASES, 10)
+            else:
+                second.charge_selection(PHASES, Repetitions(2))
+            return second
+
+        assert faults(attempt("a", (8.0, 1e-5))) == []
+        with pytest.raises(fodp.PrivacyError, match="a budget is fixed once and for all"):
+            attempt("b", (1.0, 1e-5))
 
     def test_a_new_name_needs_a_budget_or_a_word_that_there_is_none(self, capsys, tmp_path):
         """A typo in the name, or in that of the file, would otherwise escape the budget."""

@@ -109,6 +109,7 @@ class Ledger:
         with self.store.writing():
             stored = self.budget(dataset)
             if stored != budget and stored is not None:  # another process was quicker
+                self._refuse_other_budget(dataset, stored)
                 budget, costs = stored, stored.costs(phases)
             if budget is not None and costs is not None:
                 if known is None:
@@ -139,6 +140,7 @@ class Ledger:
         data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
         with self.store.writing():
             stored = self.budget(self.dataset)
+            self._refuse_other_budget(self.dataset, stored)
             budget = stored or budget
             rdp = None if budget is None else float(curve[_accountants.ORDERS.index(budget.order)])
             if budget is not None and rdp is not None:
@@ -171,20 +173,24 @@ class Ledger:
     def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
         """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
         stored = self.budget(dataset)
-        if stored is not None:
-            if self._wanted is not None and (stored.epsilon, stored.delta) != tuple(map(float, self._wanted)):
-                raise PrivacyError(
-                    f"the budget of {dataset!r} in {self.path} is ({stored.epsilon:g}, {stored.delta:g}), not "
-                    f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
-                )
+        if stored is not None or self._wanted is None:
+            self._refuse_other_budget(dataset, stored)
             return stored
-        if self._wanted is None:
-            return None
         self._refuse_late_budget(dataset)
         return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
 
+    def _refuse_other_budget(self, dataset: str, stored: RenyiBudget | None) -> None:
+        if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
+            return
+        raise PrivacyError(
+            f"the budget of {dataset!r} in {self.path} is ({stored.epsilon:g}, {stored.delta:g}), not "
+            f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
+        )
+
     def _refuse_late_budget(self, dataset: str) -> None:
-        if self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,)) is not None:
+        # In this order: a run that is seen was written after its budget, by a process that was quicker perhaps.
+        runs = self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,))
+        if runs is not None and self.budget(dataset) is None:
             raise PrivacyError(
                 f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
