@@ -8,11 +8,11 @@ import hashlib
 import hmac
 import os
 import secrets
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from fodp._checks import PrivacyError
+from fodp._files import atomically
 
 _KIND = b"the name of this key, 2"  # marks made in another way are not comparable
 
@@ -45,16 +45,8 @@ def _secret() -> bytes | None:
         path = secret_file()
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent)  # readable by its owner only
-            try:
-                os.write(handle, secrets.token_bytes(32))
-                os.fsync(handle)
-                os.close(handle)
-                os.link(temporary, path)  # refuses if another process was first
-            except FileExistsError:
-                pass
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            with atomically(path, keep=True) as part:  # readable by its owner only
+                part.write_bytes(secrets.token_bytes(32))
         if path.stat().st_mode & 0o077:
             raise PrivacyError(f"{path} holds a secret but others may read it: chmod 600 {path}")
         key = path.read_bytes()

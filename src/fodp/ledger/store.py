@@ -8,15 +8,15 @@ import hashlib
 import json
 import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fodp._checks import PrivacyError
+from fodp._files import atomically
 
 VERSION = 2
 _SCHEMA = f"""
@@ -181,34 +181,15 @@ def _link(before: str, values: tuple[Any, ...]) -> str:
 
 def _create(path: Path) -> None:
     """Make the file complete before it gets its name, so that nobody ever sees half a ledger."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        connection = sqlite3.connect(temporary)
+    with atomically(path, keep=True) as part:  # if another process was first, its ledger is the one
+        connection = sqlite3.connect(part)
         connection.execute("PRAGMA synchronous = EXTRA")
         connection.executescript(_SCHEMA)
         connection.close()
-        os.chmod(temporary, 0o666 & ~_umask())
-        with suppress(FileExistsError):  # another process was first: its ledger is the one
-            os.link(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        os.chmod(part, 0o666 & ~_umask())
 
 
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in a folder durable, where the system can."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # not every system opens folders
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,6 @@
 """Checkpoints: written atomically, read without executing anything, refused if they do not fit."""
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 
 import fodp
 from fodp._checks import PrivacyError
-from fodp.ledger.store import sync_folder
+from fodp._files import atomically
 from fodp.plan import Plan
 
 FORMAT = 2
@@ -21,25 +19,17 @@ FORMAT = 2
 def save(path: Path, content: dict[str, Any], before_naming: Callable[[str], None] | None = None) -> None:
     """Write all or nothing: a crash leaves the old checkpoint in place.
 
-    `before_naming` is told the content's digest when everything is on disk but does not have its name yet.
+    `before_naming` is told the content's digest when everything is written but does not have its name yet.
     """
     made_with = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
     content = {"format": FORMAT, "made_with": made_with, **{key: _builtin(value) for key, value in content.items()}}
     content["digest"] = digest(content)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
+        with atomically(path) as part:
+            with part.open("wb") as file:
                 torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
             if before_naming is not None:
                 before_naming(content["digest"])
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivacyError(

@@ -1,29 +1,19 @@
 """The folder of a run: configuration, per-epoch metrics, result, statement, checkpoint, plot, ledger."""
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
-from fodp.ledger.store import sync_folder
+from fodp._files import atomically
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Write all or nothing, durably: a crash leaves the old file in place."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
-                out.write(text)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, file)
-            sync_folder(file.parent)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with atomically(file) as part:
+            part.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise PrivacyError(
             f"{file} could not be written ({error.strerror or error}): free the disk or make the folder writable"
