@@ -484,6 +484,24 @@ def test_a_changed_configuration(capsys, run_copy, key, value):
     assert refused(capsys, "train", "--resume", "--quiet", "--out", str(run_copy))
 
 
+@pytest.mark.parametrize("value", ["absent", None, -1, [1]])
+@pytest.mark.parametrize("key", ["run", "ledger", "budget", "dataset_name"])
+def test_a_configuration_that_does_not_say_where_its_spending_is_kept(capsys, run_copy, key, value):
+    """Also of a run without a checkpoint, which would begin anew."""
+    config = {**json.loads((run_copy / "config.json").read_text()), key: value}
+    if value == "absent":
+        del config[key]
+    (run_copy / "config.json").write_text(json.dumps(config))
+    (run_copy / "checkpoint.pt").unlink()
+    resume = ["train", "--resume", "--quiet", "--out", str(run_copy)]
+    if value == "absent" and key != "run":  # these are for shared ledgers
+        assert "steps were used" in refused(capsys, *resume)
+        return
+    assert "restore a copy" in refused(capsys, *resume)
+    if value != "absent":
+        assert "restore a copy" in refused(capsys, "ledger", "show", str(run_copy))
+
+
 def damage(content: bytes, how: str) -> bytes:
     return {"empty": b"", "cut": content[:-200], "head": content[:100], "text": b"not a checkpoint"}[how]
 

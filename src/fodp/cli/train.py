@@ -202,7 +202,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
-    missing = sorted({*_DEFAULTS, "plan"} - stored.keys())
+    missing = sorted({*_DEFAULTS, "plan", "run"} - stored.keys())
     if not _says_how_private(stored):
         missing.append("noise_multiplier")
     if missing:

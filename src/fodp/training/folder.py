@@ -8,6 +8,8 @@ from typing import Any
 from fodp._checks import PrivacyError
 from fodp._files import atomically
 
+_TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
+
 
 def write_atomically(file: Path, text: str) -> None:
     """Write all or nothing, durably: a crash leaves the old file in place."""
@@ -70,7 +72,7 @@ class RunFolder:
             ) from None
         except (OSError, ValueError, RecursionError) as error:  # not there to read, not text, not JSON
             raise PrivacyError(f"{self.config} cannot be read ({_reason(error)}): restore a copy of it") from None
-        if not isinstance(config, dict):
+        if not isinstance(config, dict) or not all(isinstance(config.get(key, ""), str) for key in _TEXTS):
             raise PrivacyError(f"{self.config} is not a run's configuration: restore a copy of it")
         return config
 
