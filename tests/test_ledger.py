@@ -266,9 +266,13 @@ class TestFile:
             "UPDATE entries SET steps = 1 WHERE kind = 'settle'",
             "DELETE FROM entries WHERE id = 3",
             "UPDATE entries SET data = replace(data, '35.0', '90.0') WHERE kind = 'run'",
+            "UPDATE entries SET data = '[]' WHERE kind = 'run'",
+            "UPDATE entries SET data = '{}' WHERE kind = 'budget'",
+            "UPDATE entries SET steps = 1000000, rdp = 'x', at = 1e300 WHERE kind = 'settle'",
+            "UPDATE entries SET dataset = x'ff' WHERE kind = 'run'",
         ],
     )
-    def test_edits_behind_its_back_are_seen(self, capsys, tmp_path, edit):
+    def test_edits_behind_its_back_are_seen_and_nothing_more_is_spent(self, capsys, tmp_path, edit):
         spend(named(tmp_path), "a", 5)
         assert faults(ledger(tmp_path)) == []
         raw = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
@@ -278,7 +282,12 @@ class TestFile:
         raw.execute(edit)
         for sql in triggers[:2]:
             raw.execute(sql)
-        assert any("changed" in fault or "missing" in fault for fault in faults(ledger(tmp_path)))
+        with pytest.raises(fodp.PrivacyError, match=r"changed by something else than fodp \(entry \d (was|is)"):
+            named(tmp_path)
+        assert main(["ledger", "show", str(tmp_path / "l.sqlite")]) == 2
+        assert "something else" in capsys.readouterr().err
+        found = faults(ledger(tmp_path, create=False, verify=False))
+        assert any("changed" in fault or "missing" in fault for fault in found)
         assert main(["ledger", "check", str(tmp_path / "l.sqlite")]) == 2
         assert "cannot be believed" in capsys.readouterr().err
         assert main(["ledger", "check", "--json", str(tmp_path / "l.sqlite")]) == 2

@@ -88,9 +88,9 @@ def run(options: argparse.Namespace) -> int:
         path = folder.ledger_of(folder.read_config())
     if options.action == "select":
         return _select(options, path)
-    ledger = Ledger(path, create=False)
     if options.action == "check":
-        return _check(options, ledger)
+        return _check(options, Ledger(path, create=False, verify=False))
+    ledger = Ledger(path, create=False)
     records = _records(ledger, options.dataset_name)
     if options.action == "show":
         print(json.dumps(records)) if options.json else _table(records)

@@ -43,6 +43,7 @@ class Ledger:
         allow_changed_data: bool = False,
         allow_other_name: bool = False,
         create: bool = True,
+        verify: bool = True,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
             raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
@@ -53,7 +54,7 @@ class Ledger:
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
         self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
-        self.store = Store(path, create=create)
+        self.store = Store(path, create=create, verify=verify)
 
     @property
     def path(self) -> Path:

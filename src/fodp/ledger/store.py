@@ -1,7 +1,8 @@
 """An append-only table in one SQLite file, every row chained to the one before by a hash.
 
-Triggers refuse changes and deletions. The chain shows edits made behind SQLite's back (`faults`); it cannot show
-that the last rows were cut off or that the whole file was exchanged, which is why checkpoints remember a row.
+Triggers refuse changes and deletions. The chain shows edits made behind SQLite's back, and a file that has any is
+not used. It cannot show that the last rows were cut off or that the whole file was exchanged, which is why
+checkpoints remember a row.
 """
 
 import hashlib
@@ -59,9 +60,12 @@ class Entry(NamedTuple):
 
 
 class Store:
-    """The file. Entries are appended within `writing()`, which holds the only write lock and is all or nothing."""
+    """The file. Entries are appended within `writing()`, which holds the only write lock and is all or nothing.
 
-    def __init__(self, path: str | Path, *, create: bool = True):
+    Without `verify` a file whose rows were changed is opened too, to say what is wrong with it.
+    """
+
+    def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True):
         self.path = Path(path)
         if "\0" in str(path):
             raise PrivacyError(f"the ledger's name {str(path)!r} holds a zero byte: name a writable file")
@@ -91,6 +95,12 @@ class Store:
                     f"{self.path} is no ledger of this version (found {version}, this version reads {VERSION}): use "
                     "the version of fodp that wrote it, or name another file"
                 )
+        changed = self._changed_rows() if verify else []
+        if changed:
+            raise PrivacyError(
+                f"the ledger {self.path} was changed by something else than fodp ({changed[0]}), so it no longer knows "
+                "what was spent: restore a copy of it; `fodp ledger check` lists what is wrong"
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -158,13 +168,19 @@ class Store:
             ]
             names = {row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type='trigger'")}
             found += [f"the trigger {n} is gone" for n in ("no_update", "no_delete", "no_replace") if n not in names]
-            before, expected = "", 1
-            for row in self._connection.execute("SELECT * FROM entries ORDER BY id"):
-                if row[0] != expected:
-                    found.append(f"entry {expected} is missing")
-                if row[8] != _link(before, row[:8]):
-                    found.append(f"entry {row[0]} was changed, or the one before it")
-                before, expected = row[8], row[0] + 1
+        return found + self._changed_rows()
+
+    def _changed_rows(self) -> list[str]:
+        """Rows that break the chain."""
+        with self._plainly("cannot be read", "restore a copy of it"):
+            rows = self._connection.execute("SELECT * FROM entries ORDER BY id").fetchall()
+        found, before, expected = [], "", 1
+        for row in rows:
+            if row[0] != expected:
+                found.append(f"entry {expected} is missing")
+            if row[8] != _link(before, row[:8]):
+                found.append(f"entry {row[0]} was changed, or the one before it")
+            before, expected = str(row[8]), row[0] + 1
         return found
 
     @contextmanager
@@ -176,7 +192,7 @@ class Store:
 
 
 def _link(before: str, values: tuple[Any, ...]) -> str:
-    return hashlib.sha256((before + json.dumps(values)).encode()).hexdigest()
+    return hashlib.sha256((before + json.dumps(values, default=repr)).encode()).hexdigest()  # repr: not ours anyway
 
 
 def _create(path: Path) -> None:
