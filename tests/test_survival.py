@@ -414,6 +414,19 @@ class TestCommandLine:
         assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "r")]) == 0
         assert "begins anew" in capfd.readouterr().err
 
+    @pytest.mark.parametrize("when", ["before its configuration", "start", 5])
+    def test_what_a_killed_process_had_begun_to_write_is_removed(self, tmp_path, when):
+        folder, words = tmp_path / "r", ["--resume"]
+        if when == "before its configuration":
+            folder.mkdir()
+            words = [*self.WORDS, "--seed", "0"]
+        else:
+            self.killed(folder, when)
+        for name in ("config.json.a.part", "checkpoint.pt.b.part", "ledger.sqlite.c.part", "mine.part"):
+            (folder / name).touch()
+        assert main(["train", *words, "--quiet", "--out", str(folder)]) == 0
+        assert [path.name for path in folder.glob("*.part")] == ["mine.part"]  # what is not ours stays
+
     def test_never_a_silent_restart(self, capfd, tmp_path):
         self.killed(tmp_path / "r", 5)
         (tmp_path / "r" / "checkpoint.pt").unlink()

@@ -43,5 +43,6 @@ def resume(trainer: Trainer, folder: RunFolder, config: dict[str, Any]) -> None:
             f"{folder.checkpoint} is gone, though {used} steps were used: restore it, or start a new run in another "
             "folder (--out); what was used stays charged"
         )
+    folder.tidy()
     trainer.run_id = str(config["run"])
     print(f"{folder.path} broke off before its first step: it begins anew", file=sys.stderr)

@@ -48,11 +48,13 @@ class RunFolder:
             raise PrivacyError(
                 f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
             )
+        self.tidy()
 
     def tidy(self) -> None:
         """Remove what a killed process had begun to write."""
-        for part in self.path.glob("*.part"):
-            part.unlink(missing_ok=True)
+        for file in (self.config, self.metrics, self.result, self.statement, self.checkpoint, self.ledger):
+            for part in self.path.glob(f"{file.name}.*.part"):  # as `atomically` names them
+                part.unlink(missing_ok=True)
 
     def ledger_of(self, config: dict[str, Any]) -> Path:
         """The ledger that the run is kept in: one named by the user, or the folder's own."""
