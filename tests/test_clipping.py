@@ -818,7 +818,7 @@ def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module._Pass, "of_rows", staticmethod(spy))
     for entries, expected in ((1, [1] * 7), (3 * len(truth), [3, 3, 1]), (1 << 23, [7])):
         held.clear()
-        monkeypatch.setattr(module, "CHUNK_ENTRIES", entries)
+        monkeypatch.setattr(module, "HELD_ENTRIES", entries)
         assert_close(clipped_sum(model, probe, x, 0.3, engine="loop"), truth, 0.3)
         assert held == expected
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients, uses
 from fodp.clipping.combine import merged, scaled
+from fodp.clipping.convolutions import Convolution
 from fodp.clipping.rules import RULES
 from fodp.clipping.tables import Rows
 from fodp.clipping.uses import Dense, Outer, Product, square_sums
@@ -41,7 +42,8 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return chunks
 
     monkeypatch.setattr(uses, "CHUNK_ENTRIES", 64)
-    monkeypatch.setattr(gradients, "CHUNK_ENTRIES", 64)
+    monkeypatch.setattr(uses, "HELD_ENTRIES", 64)
+    monkeypatch.setattr(gradients, "HELD_ENTRIES", 64)
     monkeypatch.setattr(uses, "_chunks", counted)
     return made
 
@@ -213,6 +215,31 @@ def cancelling_positions(width: int, scale: float, seed: int) -> tuple[Tensor, T
     return torch.stack([a, a], 1), torch.stack([b, b * (3 / scale**2 - 1)], 1)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "groups", "unfolds"),
+    [
+        ((3, 3), (1, 1), (1, 1), 1, False),
+        ((3, 3), (1, 1), (1, 1), 2, False),
+        ((2, 4), (1, 1), (2, 1), 1, False),
+        ((1, 1), (1, 1), (1, 1), 1, False),
+        ((3, 3), (1, 2), (1, 1), 2, False),
+        ((3, 3), (3, 2), (1, 1), 1, True),
+        ((1, 1), (2, 2), (1, 1), 1, True),
+    ],
+)
+def test_products_of_patches_come_from_products_of_pixels(kernel, stride, dilation, groups, unfolds, monkeypatch):
+    """Unfolding is left to strides that leave many pixels out, where it is the cheaper way."""
+    images = torch.randn(5, 4, 8, 11, dtype=torch.float64)
+    out = nn.functional.conv2d(images, torch.randn(6, 4 // groups, *kernel).double(), None, stride, 0, dilation, groups)
+    use = Convolution(images, torch.randn_like(out), groups, kernel, stride, dilation)
+    expected = Outer.gram(use, 1, 4)
+    asked = []
+    inputs = Convolution.inputs
+    monkeypatch.setattr(Convolution, "inputs", lambda self, *some: asked.append(some) or inputs(self, *some))
+    torch.testing.assert_close(use.gram(1, 4), expected)
+    assert bool(asked) == unfolds
+
+
 @pytest.mark.rule(5)
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("width", [2, 16])
@@ -222,7 +249,7 @@ def test_cancelling_positions_cannot_hide_a_norm(width: int, hold: bool, monkeyp
     Width 16 takes the ghost branch, width 2 the direct one, with and without holding the gradients.
     """
     if not hold:
-        monkeypatch.setattr(uses, "CHUNK_ENTRIES", 1)
+        monkeypatch.setattr(uses, "HELD_ENTRIES", 1)
     model = nn.Linear(width, width, bias=False)
     engine = Engine(model, paired)
     engine._checked = True

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.engine import Engine
-from fodp.clipping.uses import CHUNK_ENTRIES
+from fodp.clipping.uses import HELD_ENTRIES
 
 
 class _Losses(nn.Module):
@@ -32,7 +32,7 @@ class _Losses(nn.Module):
 def ascended_gradients(engine: Engine, batch: Batch, rho: float) -> Iterator[Tensor]:
     """Each example's flat gradient at its own ascent point; vectorised where PyTorch can."""
     rows = batch_size(batch)
-    chunk = max(1, CHUNK_ENTRIES // engine.layout.size)
+    chunk = max(1, HELD_ENTRIES // engine.layout.size)
     for start in range(0, rows, chunk):
         part = take(batch, slice(start, start + chunk))
         try:

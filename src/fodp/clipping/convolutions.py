@@ -1,5 +1,9 @@
 """The per-example gradients of a convolution's weight."""
 
+import itertools
+import math
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
@@ -33,6 +37,24 @@ class Convolution(Outer):
         patches: Tensor = F.unfold(self._images[start:stop], self._kernel, self._dilation, 0, self._stride)
         by_group: Tensor = patches.unflatten(1, (self._groups, -1))
         return by_group.mT
+
+    def gram(self, start: int, stop: int) -> Tensor:
+        """From products of pixels, each of which belongs to many patches: fewer of them, and nothing is unfolded."""
+        (rows, columns), (height, width) = self._back_image.shape[2:], self._images.shape[2:]
+        if (height * width) ** 2 > math.prod(self._kernel) * (rows * columns) ** 2:  # large strides leave pixels out
+            return super().gram(start, stop)
+        pixels = self._images[start:stop].flatten(2).unflatten(1, (self._groups, -1))
+        products = torch.matmul(pixels.mT, pixels).unflatten(3, (height, width)).unflatten(2, (height, width))
+        total: Tensor | None = None
+        for place in itertools.product(*map(range, self._kernel)):
+            down, across = (
+                slice(at * hole, at * hole + (count - 1) * step + 1, step)
+                for at, hole, count, step in zip(place, self._dilation, (rows, columns), self._stride, strict=True)
+            )
+            part = products[:, :, down, across, down, across]
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        return total.flatten(4, 5).flatten(2, 3)
 
     @property
     def fan_in(self) -> int:

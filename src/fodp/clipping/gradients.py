@@ -16,7 +16,7 @@ from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.norms import norms
-from fodp.clipping.uses import CHUNK_ENTRIES, Dense, Use
+from fodp.clipping.uses import HELD_ENTRIES, Dense, Use
 from fodp.mechanism import Query
 
 # Computed in float32, the norm of a clipped gradient may exceed its bound by this relative amount.
@@ -152,7 +152,7 @@ class Gradients:
         )
         for gradient in rows:
             held.append(gradient)
-            if len(held) * layout.size >= CHUNK_ENTRIES:
+            if len(held) * layout.size >= HELD_ENTRIES:
                 yield _Pass.of_rows(self.engine, held, blocks)
                 held = []
         if held:

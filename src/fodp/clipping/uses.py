@@ -5,13 +5,17 @@ the squared norms ‖G_i‖², and the weighted sum Σ w_i·G_i. Tied weights, m
 combinations of gradients at two points are several uses of one parameter, merged into one.
 """
 
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Temporaries are cut into chunks of examples with at most this many entries (32 MiB of float32).
-CHUNK_ENTRIES = 1 << 23
+# Temporaries are cut into chunks of examples with at most this many entries (8 MiB of float32): they stay in the
+# processor's last cache, and the memory of one is used again for the next.
+CHUNK_ENTRIES = 1 << 21
+# Per-example gradients with at most this many entries in all are held.
+HELD_ENTRIES = 1 << 23
 # Rounding of norms and sums, relative to Σ_t ‖back_t‖·‖input_t‖: positions may cancel, rounding does not.
 _ROUNDING = 4.0
 # A ghost norm whose rounding allowance is above this share of itself is computed directly instead.
@@ -151,6 +155,11 @@ class Outer:
         """Entries per row of the parameter."""
         return self._inputs.shape[-1]
 
+    def gram(self, start: int, stop: int) -> Tensor:
+        """⟨input_t, input_s⟩ for all positions of some examples, [b, groups, T, T], in memory of its own."""
+        inputs = self.inputs(start, stop)
+        return torch.matmul(inputs, inputs.mT)
+
     def squared_norms(self) -> Tensor:
         """By product of norms (one position), Gram matrices ("ghost") or directly: the cheapest by shape."""
         count, groups, length, fan_out = self.back.shape
@@ -171,32 +180,31 @@ class Outer:
         """
         parts = []
         for start, stop in _chunks(len(self.back), entries):
-            inputs, back = self.inputs(start, stop), self.back[start:stop]
-            gram, backs = torch.matmul(inputs, inputs.mT), torch.matmul(back, back.mT)
+            back = self.back[start:stop]
+            gram, backs = self.gram(start, stop), torch.matmul(back, back.mT)
             extreme = torch.maximum(_largest(gram), _largest(backs)) > _EXTREME  # others may have underflowed
             gram.mul_(backs)
             mass = gram.diagonal(dim1=2, dim2=3).sqrt().sum(2).square().sum(1)  # (Σ_t ‖b_t‖·‖a_t‖)²
             squares, slack = gram.sum((1, 2, 3)).clamp_(min=0), _ROUNDING * torch.finfo(gram.dtype).eps * mass
             doubtful = (slack > _ILL_CONDITIONED * squares) | extreme
             for i in doubtful.nonzero().flatten().tolist():
-                squares[i] = square_sums(torch.matmul(back[i].mT, inputs[i]).unsqueeze(0))[0]
-                slack[i] = allowance(squares[i : i + 1], inputs[i : i + 1], back[i : i + 1])[0] - squares[i]
+                inputs = self.inputs(start + i, start + i + 1)
+                squares[i] = square_sums(torch.matmul(back[i].mT, inputs[0]).unsqueeze(0))[0]
+                slack[i] = allowance(squares[i : i + 1], inputs, back[i : i + 1])[0] - squares[i]
             parts.append(squares + slack)
         return torch.cat(parts)
 
     def _direct_norms(self, entries: int) -> Tensor:
-        parts, held = [], []
-        hold = self.back.shape[0] * self.back.shape[1] * self.back.shape[3] * self.fan_in <= CHUNK_ENTRIES
-        for start, stop in _chunks(len(self.back), entries):
+        count, groups, _, fan_out = self.back.shape
+        shape, parts = (groups, fan_out, self.fan_in), []
+        # What is held is summed as it was measured; otherwise the sum takes, and rounds, its own way.
+        self._held = self.back.new_empty(count, *shape) if count * math.prod(shape) <= HELD_ENTRIES else None
+        for start, stop in _chunks(count, entries):
             inputs, back = self.inputs(start, stop), self.back[start:stop]
-            gradients = torch.matmul(back.mT, inputs)
+            gradients = back.new_empty(stop - start, *shape) if self._held is None else self._held[start:stop]
+            torch.bmm(back.flatten(0, 1).mT, inputs.flatten(0, 1), out=gradients.view(-1, *shape[1:]))
             squares = square_sums(gradients)
-            # What is held is summed as it was measured; otherwise the sum takes, and rounds, its own way.
-            parts.append(squares if hold else allowance(squares, inputs, back))
-            if hold:
-                held.append(gradients)
-        if hold:
-            self._held = torch.cat(held) if len(held) > 1 else held[0]
+            parts.append(squares if self._held is not None else allowance(squares, inputs, back))
         return torch.cat(parts)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
