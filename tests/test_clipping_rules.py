@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients, uses
+from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, convolutions, gradients, uses
 from fodp.clipping.combine import merged, scaled
 from fodp.clipping.convolutions import Convolution
-from fodp.clipping.rules import RULES
+from fodp.clipping.rules import RULES, convolution
 from fodp.clipping.tables import Rows
 from fodp.clipping.uses import Dense, Outer, Product, square_sums
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
@@ -34,7 +34,7 @@ def no_warning() -> Iterator[None]:
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """At most a few entries in flight; the list collects how many chunks were made each time."""
     made: list[int] = []
-    cut = uses._chunks
+    cut = uses.chunks
 
     def counted(count: int, entries: int) -> list[tuple[int, int]]:
         chunks = cut(count, entries)
@@ -44,7 +44,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(uses, "CHUNK_ENTRIES", 64)
     monkeypatch.setattr(uses, "HELD_ENTRIES", 64)
     monkeypatch.setattr(gradients, "HELD_ENTRIES", 64)
-    monkeypatch.setattr(uses, "_chunks", counted)
+    monkeypatch.setattr(uses, "chunks", counted)
     return made
 
 
@@ -99,6 +99,36 @@ def test_temporaries_in_chunks_change_nothing(name: str, tiny_chunks: list[int])
     truth = gradients_by_hand(model, probe, x)
     clip_norm = clip_norm_for(truth)
     assert_close(fast_sum(model, x, clip_norm), clipped(truth, clip_norm).sum(0), clip_norm)
+
+
+@pytest.mark.rule(4)
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("chunk", [64, 1 << 21])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("conv")])
+def test_convolutions_place_by_place_equal_gradients_by_hand(
+    name: str, chunk: int, microbatch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are taken where there are many channels."""
+    monkeypatch.setattr(convolutions, "_WORTH_A_PRODUCT", 1)
+    monkeypatch.setattr(uses, "CHUNK_ENTRIES", chunk)
+    model, x = build(LAYERS, name, COUNT, torch.float64, seed=5)
+    truth = gradients_by_hand(model, probe, x)
+    clip_norm = clip_norm_for(truth)
+    found = Gradients(Engine(model, probe), x, microbatch=microbatch).clipped_sum(clip_norm).value
+    assert_close(found, clipped(truth, clip_norm).sum(0), clip_norm)
+
+
+def test_many_channels_are_not_unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Convolution, "inputs", lambda self, *some: asked.append(some))
+    for channels, unfolds in ((16, False), (15, True)):
+        model, x = nn.Conv2d(channels, 3, 3), torch.randn(COUNT, channels, 9, 9)
+        use = convolution(model, x, torch.randn_like(model(x)))["weight"]
+        try:
+            use.squared_norms()
+        except AttributeError:
+            assert unfolds
+        assert bool(asked) == unfolds
 
 
 def test_chunks_were_really_made(tiny_chunks: list[int]) -> None:

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from fodp.clipping.uses import Dense, Outer, mask, wide
+from fodp.clipping.uses import Dense, Outer, chunks, mask, square_sums, wide
+
+_WORTH_A_PRODUCT = 16  # channels: with fewer, many small products cost more than unfolding
 
 
 class Convolution(Outer):
@@ -61,8 +63,32 @@ class Convolution(Outer):
         """Channels of a group times kernel size."""
         return self._images.shape[1] // self._groups * self._kernel[0] * self._kernel[1]
 
+    def _held_norms(self, entries: int) -> Tensor:
+        """Place by place in the kernel, where every row of pixels is a slice of the image: nothing is unfolded."""
+        count, channels, height, width = self._images.shape
+        fan_out, rows, columns = self._back_image.shape[1:]
+        if self._groups > 1 or self._stride != (1, 1) or channels < _WORTH_A_PRODUCT:
+            return super()._held_norms(entries)
+        length = (rows - 1) * width + columns  # of back-signals in rows as long as the image's
+        pixels = self._images.reshape(count, channels, height * width)
+        self._held = held = self.back.new_empty(count, *self._kernel, fan_out, channels)
+        for start, stop in chunks(count, entries):
+            spread = self.back.new_zeros(stop - start, fan_out, rows, width)
+            spread[..., :columns] = self._back_image[start:stop]
+            back = spread.flatten(2)[..., :length]
+            for down, across in itertools.product(*map(range, self._kernel)):
+                first = down * self._dilation[0] * width + across * self._dilation[1]
+                seen = pixels[start:stop, :, first : first + length]
+                torch.bmm(back, seen.mT, out=held[start:stop, down, across])
+        return square_sums(held)
+
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """The library's own weight gradient, of re-weighted back-signals: no unfolding."""
+        if self._held is not None and self._held.dim() == 5:  # by place in the kernel
+            total = self._held.new_empty(self._held.shape[1:])
+            Dense(self._held).add_weighted(total, weights, False)
+            _give(out, total.permute(2, 3, 0, 1), accumulate)
+            return
         if self._held is not None:
             Dense(self._held).add_weighted(out, weights, accumulate)
             return
@@ -79,11 +105,8 @@ class Convolution(Outer):
             0,
             self._dilation,
             self._groups,
-        ).reshape(out.shape)
-        if accumulate:
-            out.add_(total)
-        else:
-            out.copy_(total)
+        )
+        _give(out, total, accumulate)
 
     def masked(self, keep: Tensor) -> "Convolution":
         """Zero both factors, and what is held of them: it is summed as it was measured."""
@@ -91,3 +114,11 @@ class Convolution(Outer):
         zeroed = Convolution(images, back, self._groups, self._kernel, self._stride, self._dilation)
         zeroed._held = None if self._held is None else mask(self._held, keep)
         return zeroed
+
+
+def _give(out: Tensor, total: Tensor, accumulate: bool) -> None:
+    total = total.reshape(out.shape)
+    if accumulate:
+        out.add_(total)
+    else:
+        out.copy_(total)

@@ -5,7 +5,6 @@ the squared norms ‖G_i‖², and the weighted sum Σ w_i·G_i. Tied weights, m
 combinations of gradients at two points are several uses of one parameter, merged into one.
 """
 
-import math
 from typing import Protocol
 
 import torch
@@ -179,7 +178,7 @@ class Outer:
         altogether. So the rounding is added, and where it matters the norm is computed directly.
         """
         parts = []
-        for start, stop in _chunks(len(self.back), entries):
+        for start, stop in chunks(len(self.back), entries):
             back = self.back[start:stop]
             gram, backs = self.gram(start, stop), torch.matmul(back, back.mT)
             extreme = torch.maximum(_largest(gram), _largest(backs)) > _EXTREME  # others may have underflowed
@@ -196,16 +195,23 @@ class Outer:
 
     def _direct_norms(self, entries: int) -> Tensor:
         count, groups, _, fan_out = self.back.shape
-        shape, parts = (groups, fan_out, self.fan_in), []
-        # What is held is summed as it was measured; otherwise the sum takes, and rounds, its own way.
-        self._held = self.back.new_empty(count, *shape) if count * math.prod(shape) <= HELD_ENTRIES else None
-        for start, stop in _chunks(count, entries):
+        if count * groups * fan_out * self.fan_in <= HELD_ENTRIES:
+            return self._held_norms(entries)
+        parts = []
+        for start, stop in chunks(count, entries):
             inputs, back = self.inputs(start, stop), self.back[start:stop]
-            gradients = back.new_empty(stop - start, *shape) if self._held is None else self._held[start:stop]
-            torch.bmm(back.flatten(0, 1).mT, inputs.flatten(0, 1), out=gradients.view(-1, *shape[1:]))
-            squares = square_sums(gradients)
-            parts.append(squares if self._held is not None else allowance(squares, inputs, back))
+            # The sum takes, and rounds, its own way.
+            parts.append(allowance(square_sums(torch.matmul(back.mT, inputs)), inputs, back))
         return torch.cat(parts)
+
+    def _held_norms(self, entries: int) -> Tensor:
+        """Of gradients that are held: what is held is summed as it was measured."""
+        count, groups, _, fan_out = self.back.shape
+        self._held = held = self.back.new_empty(count, groups, fan_out, self.fan_in)
+        for start, stop in chunks(count, entries):
+            inputs, back = self.inputs(start, stop), self.back[start:stop]
+            torch.bmm(back.flatten(0, 1).mT, inputs.flatten(0, 1), out=held[start:stop].flatten(0, 1))
+        return square_sums(held)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
@@ -214,7 +220,7 @@ class Outer:
             return
         groups, fan_out = self.back.shape[1], self.back.shape[3]
         target = out.view(groups, fan_out, self.fan_in)
-        for start, stop in _chunks(len(self.back), groups * self.back.shape[2] * self.fan_in):
+        for start, stop in chunks(len(self.back), groups * self.back.shape[2] * self.fan_in):
             back = (self.back[start:stop] * weights[start:stop, None, None, None]).to(out.dtype)
             inputs = self.inputs(start, stop).to(out.dtype)
             for group in range(groups):
@@ -276,6 +282,7 @@ def _side_by_side(rows: Tensor, copies: int) -> Tensor:
     return by_example.transpose(1, 2).flatten(2, 3)
 
 
-def _chunks(count: int, entries_each: int) -> list[tuple[int, int]]:
+def chunks(count: int, entries_each: int) -> list[tuple[int, int]]:
+    """The examples in parts whose temporaries are small: where each begins and ends."""
     size = max(1, CHUNK_ENTRIES // max(1, entries_each))
     return [(start, min(start + size, count)) for start in range(0, count, size)]
