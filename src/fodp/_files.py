@@ -18,20 +18,20 @@ def atomically(path: Path, *, keep: bool = False) -> Iterator[Path]:
     part = Path(name)
     try:
         yield part
-        _sync(part)
+        _sync(part, os.O_RDWR)  # some systems make durable only what is open for writing
         if keep:
             with suppress(FileExistsError):
                 os.link(part, path)
         else:
             os.replace(part, path)
         with suppress(PermissionError):  # not every system opens folders
-            _sync(path.parent)
+            _sync(path.parent, os.O_RDONLY)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _sync(path: Path, access: int) -> None:
+    handle = os.open(path, access)
     try:
         os.fsync(handle)
     finally:
