@@ -106,6 +106,20 @@ def test_the_drop_in_loop_refuses_before_anything_is_released(way):
     assert as_at_first(net)
 
 
+@pytest.mark.rule(12)
+def test_a_loop_that_is_closed_in_the_middle_of_a_step_keeps_no_statistics():
+    net = model("in place")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _, _, loader = make_private(net, optimizer, data(), plan())
+    inputs, _ = next(iter(loader))
+    net(inputs)
+    with pytest.raises(fodp.PrivacyError, match=r"writes into the buffer 1\.kept"):
+        loader.close()
+    assert as_at_first(net)
+    loader.close()
+    make_private(net, optimizer, data(), plan())[2].close()  # it was given back all the same
+
+
 def test_buffers_that_stay_as_they_are_do_no_harm():
     net = model("none")
     fodp.Trainer(net, losses, data(), plan()).fit()

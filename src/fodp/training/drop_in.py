@@ -228,11 +228,13 @@ class _LoopRun(Run):
         def detach() -> None:
             if self.account is not None and not self._closed:
                 self.account.settle(self.step)
-            self._closed = True
+            stepped, self._closed = self.engine.lot is None, True
             self.engine.start(None)
             for handle in handles:
                 handle.remove()
             _taken.difference_update(parts)
+            if not stepped:  # a lot that the model may have seen, and no step to look at what it has kept
+                self._buffers.refuse_changes()
 
         return detach
 
