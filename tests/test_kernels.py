@@ -149,6 +149,13 @@ def test_norms_are_those_of_the_reference(scale, reference):
         torch.testing.assert_close(norms(uses, torch.zeros(6)), fast, rtol=1e-5, atol=0)
 
 
+def test_norms_of_nobody_and_of_nothing():
+    nobody = [(Product(torch.zeros(0, 3), torch.zeros(0, 2)), 1.0), (Dense(torch.zeros(0, 2)), 1.0)]
+    assert norms(nobody, torch.zeros(0)).shape == (0,)
+    nothing = [(Dense(torch.zeros(2, 0)), 1.0), (Product(torch.ones(2, 3), torch.zeros(2, 0)), 1.0)]
+    assert norms(nothing, torch.zeros(2)).max() < 1e-15
+
+
 @needs_compiler
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_norm_that_is_no_number_is_seen(bad):
@@ -178,8 +185,28 @@ def test_what_was_remembered_is_that_vector_and_no_other():
     assert out.tolist() == table[2].tolist() == [1.5] * 4
     assert recall.remembered(out) == [6.0, 6.0, 9.0, 0.0]
     assert recall.remembered(out.clone()) is None
+    Recall(table, [0], [1.0]).add_to(out, 1.0)  # of another memory, perhaps
+    assert recall.remembered(out) is None
+    recall.add_to(out, 0.5)
+    assert recall.remembered(out) is not None
     out.mul_(2)
     assert recall.remembered(out) is None
+
+
+def test_what_is_not_counted_is_not_taken_for_unchanged():
+    """Tensors made in inference mode have no versions: their releases are remembered the long way."""
+    with torch.inference_mode():
+        fused, plain = memory_of(12, True), memory_of(12, False)
+    torch.testing.assert_close(fused.read(), plain.read(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_memory_of_one_width_takes_releases_of_another():
+    releases = torch.randn(9, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    memory, exact = fodp.FractionalMemory(window=5, tau=1.0), fodp.FractionalMemory(window=5, tau=1.0)
+    for number, release in enumerate(releases):
+        exact.write(release)
+        memory.write(release.float() if number % 2 else release)
+    torch.testing.assert_close(memory.read(), exact.read(), rtol=1e-5, atol=1e-5)
 
 
 def memory_of(writes: int, fused: bool) -> fodp.FractionalMemory:
@@ -256,6 +283,7 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("order[least(r + j, count - 1)]", "order[least(r, count - 1)]"),
         ("square += x * x", "square += 1.01f * x * x"),
         ("trend + gamma * apart", "trend + 0.99f * gamma * apart"),  # an average of its own
+        ("newest - (1 - gamma) * apart", "newest - gamma * apart"),
         ("STORE(kept + at, x, m);", ""),
         ("square *= square_sum", "square += square_sum"),
         ("(double)v[i] * v[i]", "v[i] * v[i]"),  # squares that vanish

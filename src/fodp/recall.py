@@ -68,7 +68,8 @@ class Recall:
             mix(out, self._table, self._order, weights)
         else:
             products = mix_and_remember(out, self._table, self._order, weights, vector, self._kept, self._trend)
-            self._result = vector, vector._version, products
+            # Where versions are not counted nobody can tell whether the vector is still the same.
+            self._result = None if vector.is_inference() else (vector, vector._version, products)
 
     def remembered(self, vector: Tensor) -> Floats | None:
         """Its inner products with every row, itself and the trend, if `add_to` has remembered this very vector."""
@@ -124,6 +125,7 @@ def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weigh
         (c_float * count)(*weights),
         *(remember or (None, None, None, None, None, 0.0)),
     )
+    torch.autograd.graph.increment_version(out)  # PyTorch has not seen the writing
 
 
 def _by_row(table: Tensor, order: list[int], weights: Floats) -> Tensor:
@@ -147,7 +149,7 @@ def inner_products(table: Tensor, order: list[int], vector: Tensor, trend: Tenso
 
 def _products(rows: Tensor, vector: Tensor, trend: Tensor) -> Tensor:
     vector = vector.detach()
-    return torch.cat([torch.mv(rows, vector), torch.mv(torch.stack([vector, trend]), vector)])
+    return torch.cat([torch.mv(rows, vector), torch.mv(torch.stack([vector, trend.to(vector.dtype)]), vector)])
 
 
 def _summed(products_of_parts: list[Tensor], order: list[int]) -> Floats:

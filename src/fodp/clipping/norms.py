@@ -47,5 +47,6 @@ def _rows(use: Use) -> tuple[Tensor, ...]:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """What the compiled pass reads: float32 in main memory, side by side."""
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    """What the compiled pass reads: some float32 in main memory, side by side; nothing has no address."""
+    kind = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    return kind and tensor.numel() > 0 and tensor.is_contiguous()

@@ -30,17 +30,17 @@ def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
     halves = (table.view(np.uint32) >> 16).astype(np.uint16)
     cut = (halves.astype(np.uint32) << 16).view(np.float32)
     loops = (
-        (found.fodp_recall, found.fodp_follow, table.copy(), table, 1e-5),
-        (found.fodp_recall_bfloat16, found.fodp_follow_bfloat16, halves, cut, 2.0**-8),
+        (found.fodp_recall, found.fodp_follow, table.copy(), table, 1e-5, 0.3),
+        (found.fodp_recall_bfloat16, found.fodp_follow_bfloat16, halves, cut, 2.0**-8, 0.7),
     )
-    for recall, follow, kept, values, rounding in loops:
+    for recall, follow, kept, values, rounding, gamma in loops:
         mixed = out + weights.astype(np.float64) @ values[order]
-        followed = trend + 0.25 * (values[4].astype(np.float64) - trend)
+        followed = trend + gamma * (values[4].astype(np.float64) - trend)
         result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.empty(13)
         rows, address = (kept.ctypes.data, 5003, order.ctypes.data, 11), result.ctypes.data
-        remember = address, products.ctypes.data, kept[5].ctypes.data, moved.ctypes.data, kept[4].ctypes.data, 0.25
+        remember = address, products.ctypes.data, kept[5].ctypes.data, moved.ctypes.data, kept[4].ctypes.data, gamma
         recall(address, *rows, 5003, weights.ctypes.data, *remember)
-        follow(alone.ctypes.data, kept[4].ctypes.data, 0.25, 5003)
+        follow(alone.ctypes.data, kept[4].ctypes.data, gamma, 5003)
         written = kept[5] if kept.dtype == np.float32 else (kept[5].astype(np.uint32) << 16).view(np.float32)
         right = (
             np.allclose(result, mixed, rtol=1e-5, atol=1e-5)

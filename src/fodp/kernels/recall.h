@@ -56,8 +56,9 @@ void OF(fodp_follow)(float *trend, const ENTRY *newest, float gamma, size_t n) {
     #undef DO
 }
 
-/* out += sum_r weights[r] rows[r], where rows[r] is table[order[r]]. Then, if there is a v, which may be the new out: kept = v, the trend follows
-   `newest` if there is one, and products are <rows[r], v>, then <v, v>, then <trend, v>.
+/* out += sum_r weights[r] rows[r], where rows[r] is table[order[r]] and there is at least one. Then, if there is a v,
+   which may be the new out: kept = v, the trend follows `newest` if there is one, and products are <rows[r], v>, then
+   <v, v>, then <trend, v>.
    Chunk by chunk, so that everything comes from main memory once, and eight rows at a time, since one alone would
    keep the processor waiting for memory. Sums of a chunk in float, of chunks in double. */
 void OF(fodp_recall)(float *out, const ENTRY *table, size_t stride, const size_t *order, size_t count, size_t size,
