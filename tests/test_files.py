@@ -27,9 +27,14 @@ def test_a_file_is_made_durable_through_a_handle_that_may_write(tmp_path, monkey
 
 def test_what_breaks_off_leaves_what_was_there(tmp_path):
     (tmp_path / "file").write_text("before")
-    with pytest.raises(ZeroDivisionError), atomically(tmp_path / "file") as part:
-        part.write_text("half")
-        raise ZeroDivisionError
+
+    def break_off():
+        with atomically(tmp_path / "file") as part:
+            part.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
     with atomically(tmp_path / "file", keep=True) as part:
         part.write_text("too late")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "before")]
