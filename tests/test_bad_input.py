@@ -481,7 +481,38 @@ def test_a_changed_configuration(capsys, run_copy, key, value):
     config = json.loads((run_copy / "config.json").read_text())
     config = {**{k: v for k, v in config.items() if k != key}, **({} if value == "absent" else {key: value})}
     (run_copy / "config.json").write_text(json.dumps(config))
-    assert refused(capsys, "train", "--resume", "--quiet", "--out", str(run_copy))
+    message = refused(capsys, "train", "--resume", "--quiet", "--out", str(run_copy))
+    assert key.replace("dataset", "data set") in message or f"lacks {key}" in message
+
+
+CONTRADICTED_PLANS = {
+    "an unknown key": ({"sigma": 3}, "'sigma', which no run knows"),
+    "another rate": ({"lr": 0.3}, "{'lr': 0.3}, its plan something else"),
+    "another parameter": ({"set": {"beta": 0.5}}, "{'beta': 0.5}, its plan something else"),
+    "an unknown parameter": ({"set": {"zz": 1}}, "no parameter 'zz'"),
+    "settings that are none": ({"set": ["beta=0.5"]}, "says set ['beta=0.5']"),
+    "another seed": ({"seed": 5}, "says seed 5, its plan 0"),
+    "other noise": ({"noise_multiplier": 5.0}, "says noise_multiplier 5.0, its plan 2.0"),
+    "more epochs": ({"epochs": 3}, "says steps 30, its plan 2"),
+    "exact noise": ({"exact_noise": True}, "says exact_noise True, its plan False"),
+    "an absurd target": ({"target_epsilon": "q"}, "target_epsilon must be a finite number"),
+}
+
+
+@pytest.mark.rule(14)
+@pytest.mark.parametrize("case", CONTRADICTED_PLANS)
+def test_a_configuration_that_contradicts_its_plan(capsys, run_copy, case):
+    changes, hint = CONTRADICTED_PLANS[case]
+    config = {**json.loads((run_copy / "config.json").read_text()), **changes}
+    (run_copy / "config.json").write_text(json.dumps(config))
+    assert hint in refused(capsys, "train", "--resume", "--quiet", "--out", str(run_copy))
+
+
+def test_settings_of_every_kind_are_those_of_the_plan_when_read_again(capsys, tmp_path):
+    """Tuples come back from the file as lists."""
+    words = ["--set", "filter=doppler", "--set", "filter_a=(-0.8,)", "--set", "filter_b=(0.2,)", "--lr", "0.3"]
+    assert main(["train", *SEEDED, *words, "--out", str(tmp_path / "r")]) == 0
+    assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "r")]) == 0
 
 
 @pytest.mark.parametrize("value", ["absent", None, -1, [1]])

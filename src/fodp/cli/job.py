@@ -4,6 +4,7 @@ import argparse
 import ast
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
@@ -122,9 +123,6 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         return _stored_plan(config)
     card = splits.card
     rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
-    params = dict(config.get("set", {}))
-    if "lr" in config:
-        params["lr"] = config["lr"]
     public: dict[str, Any] = dict(
         sampling_rate=rate,
         steps=_steps(config["epochs"], rate),
@@ -132,7 +130,7 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         clip_norm=config["clip_norm"],
         delta=config["delta"],
         method=config["method"],
-        params=params,
+        params=_said_params(config),
         accountant=config["accountant"],
         seed=config.get("seed"),
         exact_noise=config.get("exact_noise", False),
@@ -162,7 +160,20 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
                 f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
                 "a copy of it"
             )
+    params = _said_params(config)
+    if replace(plan, params={**plan.params, **params}) != plan:
+        raise PrivacyError(
+            f"the run's configuration says {_checks.shown(params)}, its plan something else: restore a copy of it"
+        )
     return plan
+
+
+def _said_params(config: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of the method, of which the learning rate has an option of its own."""
+    params = config.get("set", {})
+    if not isinstance(params, dict):
+        raise PrivacyError(f"the run's configuration says set {_checks.shown(params)}: restore a copy of it")
+    return {**params, **({"lr": config["lr"]} if "lr" in config else {})}
 
 
 def _steps(epochs: Any, rate: float) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
+from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 from fodp.cli.ledger import parse_budget, refuse_unguarded
@@ -36,6 +37,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 _SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
 _ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget")
+_OF_THE_RUN = {"plan", "run", "fodp"}  # written beside the options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +209,12 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
         missing.append("noise_multiplier")
     if missing:
         raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
+    unknown = sorted(stored.keys() - vars(options).keys() - _OF_THE_RUN)
+    if unknown:
+        raise PrivacyError(
+            f"the configuration in {options.out} says {_checks.shown(unknown[0])}, which no run knows: restore a copy "
+            "of it"
+        )
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; the run is refused unless it is in there
     for name, value in given(options, apart=_ANEW).items():
