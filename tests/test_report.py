@@ -239,6 +239,27 @@ def test_the_fair_rule(tmp_path):
     assert OPEN not in {c.verdict for c in found.values()}
 
 
+@pytest.mark.parametrize(("plain", "said"), [(0.4, ""), (0.3, "above it: 1, DiSK the"), (0.2, "above it: 2, DiSK the")])
+def test_plain_sgd_is_called_a_ceiling_only_if_no_private_row_is_above_it(tmp_path, plain, said):
+    ends = {"none": plain, "disk": 0.35, "dp-sgd": 0.25}
+    write_fair(
+        tmp_path, lambda spec: ends[spec.method], ("DP-SGD", "DiSK", "not private"), fair.Protocol(fair.SETTINGS[:1])
+    )
+    line = findings.fair_findings(Results(tmp_path))[0]
+    assert "Without privacy" in line
+    assert said in line
+    assert ("no ceiling" in line) == bool(said)
+
+
+@pytest.mark.parametrize(("method", "caveat"), [("block-dp-sgd", True), ("disk", False)])
+def test_a_recommendation_tells_its_caveat(tmp_path, method, caveat):
+    few = ("DP-SGD", "DiSK", "Block-DP-SGD", "not private")
+    write_fair(tmp_path, lambda spec: 0.3 + 0.1 * (spec.method == method), few, fair.Protocol(fair.SETTINGS))
+    advice = " ".join(findings.practitioner(Results(tmp_path)))
+    assert "That is what to use" in advice
+    assert ("had been tried on these test images" in advice) == caveat
+
+
 FEW = ("DP-SGD", "FO-DP-SGD", "exact twin of FO", "not private")
 ONE_SETTING = fair.Protocol(settings=fair.SETTINGS[:1])
 

@@ -76,7 +76,8 @@ QUICK = Protocol(settings=SETTINGS[1:2], steps=100, search_steps=25, rates=2, be
 class Row:
     """A contender: a method, what is fixed, the rates to try, and other values of its one own parameter.
 
-    `like` names the row whose choice is taken over instead of a search of its own.
+    `like` names the row whose choice is taken over instead of a search of its own; `caveat` is told with every
+    recommendation of it.
     """
 
     label: str
@@ -86,6 +87,7 @@ class Row:
     own: str = ""
     values: tuple[Any, ...] = ()
     like: str = ""
+    caveat: str = ""
 
     def spec(self, setting: Setting, steps: int, **changes: Any) -> RunSpec:
         """A run of this row."""
@@ -119,7 +121,15 @@ ROWS: tuple[Row, ...] = (
     Row("DP-SAM", "dp-sam", own="rho", values=(0.02, 0.1)),
     Row("DP-SAT", "dp-sat", own="rho", values=(0.01, 0.1)),
     Row("SA-DPSGD", "sa-dpsgd", own="k", values=(3.0, 30.0)),
-    Row("Block-DP-SGD", "block-dp-sgd", rates=BLOCK_RATES, own="width", values=(16.0, 4.0)),
+    Row(
+        "Block-DP-SGD",
+        "block-dp-sgd",
+        rates=BLOCK_RATES,
+        own="width",
+        values=(16.0, 4.0),
+        caveat="added after the search had begun, and its idea had been tried on these test images before, so confirm "
+        "it on other data",
+    ),
     Row("DP-Adam", "dp-adam", rates=ADAM_RATES, own="beta2", values=(0.99, 0.9)),
     Row("DP-AdamBC", "dp-adambc", rates=ADAM_RATES, own="bc_floor", values=(0.01, 0.1)),
     Row("DP-AdamW", "dp-adamw", rates=ADAM_RATES, own="weight_decay", values=(0.001, 0.1)),

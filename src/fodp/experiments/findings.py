@@ -95,12 +95,12 @@ def practitioner(results: Results) -> list[str]:
         else:
             lines.append(f"{start}. No method is better by the rule; use DP-SGD with a tuned learning rate.")
     worse = {c.label for s in settings for c in results.contenders[s.name] if c.verdict not in (BETTER, EQUAL)}
-    safe = [f"{label} ({count} of {len(settings)})" for label, count in wins.items() if label not in worse]
+    safe = {label: f"{label} ({count} of {len(settings)})" for label, count in wins.items() if label not in worse}
     if safe:
         lines.append(
-            f"Better in some settings and equal in practice in the others: {', '.join(safe)}. "
-            "That is what to use on problems like these, with a tuned learning rate. How each row came into the "
-            "comparison stands under `fair`."
+            f"Better in some settings and equal in practice in the others: {', '.join(safe.values())}. "
+            "That is what to use on problems like these, with a tuned learning rate."
+            + "".join(f" But {label} was {caveat}." for label in safe if (caveat := results.fair.rows[label].caveat))
         )
     else:
         lines.append(
@@ -162,14 +162,19 @@ def fair_findings(results: Results) -> list[str]:
 
 
 def _ceiling(results: Results, setting: fair.Setting) -> str:
-    """Plain SGD is a ceiling only if it ends above DP-SGD."""
-    base, c = _base(results.contenders[setting.name]), results.fair
+    """Plain SGD is a ceiling only if it ends above every private row."""
+    rows, c = results.contenders[setting.name], results.fair
     best = c.accuracies(c.rows[fair.CEILING], setting, "best_accuracy") if fair.CEILING in c.rows else {}
-    if base is None or not best:
+    if _base(rows) is None or not best:
         return ""
     final = summarize(c.accuracies(c.rows[fair.CEILING], setting).values()).mean
-    below = ", below DP-SGD: without early stopping it is no ceiling here" if final < base.summary.mean else ""
-    return f" Without privacy: {final:.4f} at the end{below}; {summarize(best.values()).mean:.4f} at its best step."
+    line = f" Without privacy: {final:.4f} at the end; {summarize(best.values()).mean:.4f} at its best step."
+    above = [row.label for row in rows if row.label != fair.CEILING and row.summary.mean > final]
+    if not above:
+        return line
+    return (
+        f"{line} Private rows that end above it: {len(above)}, {above[0]} the furthest, so its end is no ceiling here."
+    )
 
 
 def _against(results: Results, name: str, label: str) -> dict[str, Difference]:
