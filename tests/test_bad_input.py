@@ -5,6 +5,7 @@ The tables name what goes wrong and the words that help; `test_bad_input_propert
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -586,14 +587,14 @@ def test_paths_that_cannot_be_used(capsys, tmp_path, monkeypatch, case):
     (tmp_path / "file").write_text("")
     path = UNUSABLE_PATHS[case]
     assert "--out" in refused(capsys, "train", *SEEDED, "--out", path)
-    assert refused(capsys, "train", "--resume", "--quiet", "--out", path)
-    assert refused(capsys, "export", path, "m.safetensors")
-    assert refused(capsys, "ledger", "show", path)
+    assert "config.json" in refused(capsys, "train", "--resume", "--quiet", "--out", path)
+    assert "checkpoint" in refused(capsys, "export", path, "m.safetensors")
+    assert "ledger" in refused(capsys, "ledger", "show", path)
     assert "ledger" in refused(
         capsys, "train", *SEEDED, "--ledger", path, "--dataset-name", "d", "--no-budget", "--out", "r"
     )
     own = ["--assume-size", "40", "--classes", "3", "--dataset", f"{path}.npz"]
-    assert refused(capsys, "train", *SEEDED, *own)
+    assert re.search("no such file|cannot read", refused(capsys, "train", *SEEDED, *own))
 
 
 @pytest.mark.parametrize("case", ["a zero byte", "too long", "under a file", "not writable"])

@@ -245,9 +245,10 @@ class Ledger:
         if dataset.startswith(_UNNAMED):
             known = [name for name in known if not name.startswith(_UNNAMED)]
         if known:
+            advice = "" if known[0].startswith(_UNNAMED) else "use that name, or "
             raise PrivacyError(
                 f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
-                "under another name: use that name, or say that it has two on purpose (--allow-other-name, "
+                f"under another name: {advice}say that it has two on purpose (--allow-other-name, "
                 "allow_other_name=True)"
             )
 
