@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise soak clean
+.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -45,6 +45,9 @@ bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 
 bench-noise: $(INSTALLED)  ## what the secure stream, exact noise and the ledger add to a step on the paper's MLP
 	$(BIN)/python benchmarks/noise.py
+
+bench-compile: $(INSTALLED)  ## what torch.compile does for plain training
+	$(BIN)/python benchmarks/compile.py
 
 soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
