@@ -150,3 +150,42 @@ def test_who_is_named():
     net(torch.zeros(1, 4))
     with pytest.raises(fodp.PrivacyError, match="model mine:net writes into the buffer"):
         kept.refuse_changes("model mine:net")
+
+
+class WritesIntoParameters(nn.Module):
+    """Begins with the statistics of the first batch it sees, as "data-dependent initialisation" does."""
+
+    def __init__(self, trained: bool):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=trained)
+        self.head = nn.Linear(4, 2)
+        self.seen = False
+
+    def forward(self, x):
+        if not self.seen and x.sum() != 0:
+            self.seen = True
+            with torch.no_grad():
+                self.scale.copy_(x.mean(0))
+        return self.head(x * self.scale)
+
+
+WRITTEN = "writes into the parameter scale when it sees examples"
+
+
+@pytest.mark.rule(12)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.filterwarnings("ignore:per-example gradients run one example at a time")
+def test_the_trainer_refuses_a_model_that_writes_what_it_sees_into_parameters(trained):
+    with pytest.raises(fodp.PrivacyError, match=WRITTEN):
+        fodp.Trainer(WritesIntoParameters(trained), losses, data(), plan()).fit()
+
+
+@pytest.mark.rule(12)
+def test_the_drop_in_loop_refuses_a_model_that_writes_what_it_sees_into_parameters():
+    net = WritesIntoParameters(trained=False)
+    _, optimizer, loader = make_private(net, torch.optim.SGD(net.parameters(), lr=0.1), data(), plan())
+    inputs, labels = next(iter(loader))
+    F.cross_entropy(net(inputs), labels).backward()
+    with pytest.raises(fodp.PrivacyError, match=WRITTEN):
+        optimizer.step()
+    assert loader.step == 0

@@ -1,5 +1,7 @@
 """A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -10,15 +12,17 @@ class KeptBuffers:
     """A model's buffers as they are now, to be compared after passes over private data.
 
     Any change is refused, not only one that looks like a statistic: even a count of passes tells how many examples
-    were drawn.
+    were drawn. `parameters` are watched too, but only for being written to in place: comparing them would cost.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor] = ()):
         self._model = model
         self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+        self._versions = [(parameter, parameter._version) for parameter in parameters]
 
     def refuse_changes(self, who: str = "the model") -> None:
         """Put back whatever has changed, and raise if anything has."""
+        self._refuse_written_parameters(who)
         now = dict(self._model.named_buffers())
         changed = [name for name in self._before if name not in now or not _same(now[name], self._before[name][1])]
         changed += [name for name in now if name not in self._before]
@@ -37,6 +41,15 @@ class KeptBuffers:
                 f"{who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count of "
                 "passes), and buffers leave with the model while no noise protects them: leave that out, freeze that "
                 "part in evaluation mode, or fill a cache before training on made-up data"
+            )
+
+    def _refuse_written_parameters(self, who: str) -> None:
+        written = [id(parameter) for parameter, version in self._versions if parameter._version != version]
+        if written:
+            name = next((n for n, p in self._model.named_parameters() if id(p) in written), "that it no longer has")
+            raise PrivacyError(
+                f"{who} writes into the parameter {name} when it sees examples, and no noise protects that: leave it "
+                "out, and start again with fresh weights, since these hold it"
             )
 
 

@@ -53,6 +53,7 @@ class Run:
             streams = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
         self.streams = streams
         self.engine = Engine(model, loss_fn, engine)
+        self._parameters = tuple(model.parameters())
         self._fetcher = Fetcher(dataset)
         self._sampler = PoissonSampler(self._fetcher.size, plan.sampling_rate, streams)
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
@@ -82,7 +83,7 @@ class Run:
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
-        buffers = KeptBuffers(self.engine.model)
+        buffers = KeptBuffers(self.engine.model, self._parameters)
         released = self.method.step(self, self.state)
         buffers.refuse_changes()
         emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)

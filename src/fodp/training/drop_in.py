@@ -180,7 +180,7 @@ class _LoopRun(Run):
                 f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
             )
         self._begin()
-        self._buffers = KeptBuffers(self._model)
+        self._buffers = KeptBuffers(self._model, self._parameters)
         lot = super().draw(self._promised()[0].sampling_rate)
         self.engine.start(lot)
         return self._batches.fetch(lot.indices)

@@ -24,7 +24,7 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
     shape = (card.features,) if wants_flat(name) else card.shape
     labels = torch.full((2,), card.classes - 1)
     ramp = torch.linspace(-0.5, 1, 2 * card.features).reshape(2, *shape)
-    finite, buffers = [], KeptBuffers(model)
+    finite, buffers = [], KeptBuffers(model, tuple(model.parameters()))
     with torch.random.fork_rng(devices=[]):
         for images in (ramp, torch.zeros_like(ramp)):
             torch.default_generator.manual_seed(0)  # the same dropout for both
