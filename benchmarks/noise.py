@@ -52,7 +52,9 @@ def rounding_of_sums(data: TensorDataset) -> float:
 
 def durability(data: TensorDataset, rounds: int) -> dict[str, float]:
     """Long bursts, since a durable write comes every half second; of the disk that the working folder is on."""
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    runs = Path("runs")  # on the disk that runs are on, and not in git's way
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs) as folder:
         book = fodp.Ledger(Path(folder) / "l.sqlite", dataset="made up", budget=(1e6, 1e-5))
         steps = BURST * 20 * (rounds // 2 + 2) + 1
         contenders = {
