@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch.utils.data import TensorDataset
 
 import fodp
@@ -15,6 +16,7 @@ from fodp import kernels
 from fodp.clipping.norms import norms
 from fodp.clipping.tables import Rows
 from fodp.clipping.uses import Dense, Outer, Product
+from fodp.keystream import MARGIN, keystream
 from fodp.models import cross_entropy
 from fodp.noise import PAIRS, Streams
 from fodp.recall import BLOCK, Recall, Trend, mix, mix_and_remember
@@ -53,6 +55,32 @@ def test_normals_are_those_of_the_reference(count, reference):
     compiled = normals(count)
     reference()
     torch.testing.assert_close(compiled, normals(count), rtol=0, atol=5e-6)  # of values up to 5: float rounding
+
+
+@needs_compiler
+@pytest.mark.rule(9)
+def test_the_keystream_is_that_of_the_cryptographic_library():
+    key, sizes = bytes(range(100, 132)), (16, 0, 512, 16 * 70_000, 33)  # over the third byte of the counter
+    buffer = np.zeros(max(sizes) + MARGIN, np.uint8)
+
+    def parts(secret: bool) -> list[bytes]:
+        stream, found = keystream(key, secret=secret), []
+        for size in sizes:
+            stream.fill(buffer, size)
+            found.append(buffer[:size].tobytes())
+        return found
+
+    public = parts(secret=False)
+    assert public == parts(secret=True)
+    assert b"".join(public) == Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(
+        bytes(sum(sizes))
+    )
+
+
+def test_a_secret_key_is_given_to_no_code_but_the_librarys(monkeypatch):
+    monkeypatch.setattr(kernels, "library", lambda: pytest.fail("asked for compiled code"))
+    keystream(bytes(32), secret=True).fill(np.zeros(32 + MARGIN, np.uint8), 32)
+    Streams.secure().words(10, 0, "mask")
 
 
 @needs_compiler
@@ -295,6 +323,21 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
     ],
 )
 def test_a_library_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
+    refuses(monkeypatch, right, wrong)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("TURN(14, 64)", "TURN(14, 32)"), ("block + 3, 0", "block + 2, 0")],  # a key of another round; a block twice
+)
+def test_a_keystream_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
+    if not kernels.library().fodp_keystream(None, 0, bytes(32), 0):
+        pytest.skip("this processor lacks the instructions (VAES), so the loop is not compiled")
+    refuses(monkeypatch, right, wrong)
+
+
+def refuses(monkeypatch, right: str, wrong: str) -> None:
     changed = {name: text.replace(right, wrong) for name, text in kernels.SOURCES.items()}
     assert changed != kernels.SOURCES
     monkeypatch.setattr(kernels, "SOURCES", changed)

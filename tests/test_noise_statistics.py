@@ -84,15 +84,14 @@ class ChosenBits:
         self._words, self._step = Streams.seeded(zero_bits), itertools.count()
         self._zero_bits, self._narrow = zero_bits, narrow_bits
 
-    def update_into(self, zeros: memoryview, out: memoryview) -> None:
-        size = len(zeros)
+    def fill(self, buffer: np.ndarray, size: int) -> None:
         pairs = size // 12  # float32: 8 bytes for the radius, 4 for the angle
         raw = self._words.words(-(-size // 8), next(self._step), "bits").copy()
         radius = raw[:pairs].view(np.int64) >> self._zero_bits  # keeps the sign
         if self._narrow:
             radius |= (1 << (63 - self._narrow)) - 1
         raw[:pairs] = radius.view(np.uint64)
-        np.frombuffer(out, np.uint8, size)[:] = raw.view(np.uint8)[:size]
+        buffer[:size] = raw.view(np.uint8)[:size]
 
 
 def far_draws(std: float, zero_bits: int, narrow_bits: int = 0) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 One pipeline serves both modes: a keyed hash turns (key, step, name) into an AES-256 key, AES in counter mode
 gives a keystream, and wide uniforms from the keystream become normals by the method of Box and Muller. The
-modes differ only in where the key comes from:
+modes differ only in where the key comes from (and in who encrypts: see `keystream.py`):
 
 * **secure** (the default): fresh operating-system entropy, kept in memory only. Nobody can tell masks and
   keystream from truly random ones without breaking AES-256 or BLAKE2b, or reading this process's memory.
@@ -32,18 +32,16 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from fodp import _checks, kernels
 from fodp._checks import PrivacyError
+from fodp.keystream import MARGIN, Keystream, keystream
 
 Array = npt.NDArray[Any]
 
 # Pairs of normals made at a time: all scratch stays in a core's cache, and calls are few. The layout of a
 # stream depends on it, so another value would change seeded runs.
 PAIRS: Final = 32768
-_MARGIN: Final = 16  # `cryptography` may ask for room for one block more than it writes
-_ZEROS: Final = memoryview(bytes(16 * PAIRS))  # the keystream is the encryption of zeros
 _ANGLE_WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
 
 _forks = 0  # how many times this process's line of ancestors has forked since this module was loaded
@@ -101,25 +99,22 @@ class Streams:
         The numbers are made on the CPU and copied to other devices, so a run draws the same on all of them.
         """
         checked = _standard_deviation(std, out.dtype)
-        keystream = self._keystream("normal", step, name)
+        bits = self._keystream("normal", step, name)
         with torch.no_grad():
             if checked == 0:
                 return out.zero_()
             if out.device.type == "cpu" and out.is_contiguous():
-                _fill_normal(out, checked, keystream)
+                _fill_normal(out, checked, bits)
                 return out
             host = torch.empty(out.shape, dtype=out.dtype)
-            _fill_normal(host, checked, keystream)
+            _fill_normal(host, checked, bits)
             return out.copy_(host)
 
     def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
         """`count` independent uniform 64-bit words."""
         size = 8 * _checks.whole("count", count, minimum=0)
-        keystream = self._keystream("words", step, name)
-        buffer = np.empty(size + _MARGIN, dtype=np.uint8)
-        for start in range(0, size, len(_ZEROS)):
-            part = min(len(_ZEROS), size - start)
-            keystream.update_into(_ZEROS[:part], buffer[start : start + part + _MARGIN].data)
+        buffer = np.empty(size + MARGIN, dtype=np.uint8)
+        self._keystream("words", step, name).fill(buffer, size)
         return buffer[:size].view("<u8")
 
     def torch_seed(self, step: int, name: str) -> int:
@@ -141,12 +136,11 @@ class Streams:
             )
         return type(self).seeded, (self._seed,)
 
-    def _keystream(self, kind: str, step: int, name: str) -> CipherContext:
+    def _keystream(self, kind: str, step: int, name: str) -> Keystream:
         key = self._derive(kind, step, name)
         if self._seed is None:
             self._claim(kind, step, name)
-        # every stream has an AES key of its own, so the counter can start at zero in each
-        return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+        return keystream(key, secret=self._seed is None)
 
     def _derive(self, kind: str, step: int, name: str) -> bytes:
         """32 bytes that belong to (key, kind, step, name) alone."""
@@ -198,7 +192,7 @@ class _Scratch(threading.local):
     """Reused memory, one per thread: NumPy leaves the interpreter lock, so threads must not share it."""
 
     def __init__(self) -> None:
-        self.keystream = np.empty(len(_ZEROS) + _MARGIN, dtype=np.uint8)
+        self.keystream = np.empty(16 * PAIRS + MARGIN, dtype=np.uint8)
         self.address = self.keystream.ctypes.data
         self.wide = np.empty(PAIRS)
         self.radius = np.empty(PAIRS)
@@ -208,7 +202,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _fill_normal(out: torch.Tensor, std: float, keystream: CipherContext) -> None:
+def _fill_normal(out: torch.Tensor, std: float, bits: Keystream) -> None:
     """Fill a contiguous tensor: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
     flat = out.detach().view(-1).numpy()
     angle_type = _ANGLE_WORDS[out.dtype]
@@ -218,7 +212,7 @@ def _fill_normal(out: torch.Tensor, std: float, keystream: CipherContext) -> Non
         count = min(2 * PAIRS, flat.size - start)
         pairs = (count + 1) // 2
         size = pairs * (8 + angle_type.itemsize)
-        keystream.update_into(_ZEROS[:size], words.data)
+        bits.fill(words, size)
         if compiled is not None:
             first = out.data_ptr() + 4 * start
             compiled.fodp_normals(first, first + 4 * pairs, source, source + 8 * pairs, pairs, count - pairs, std)

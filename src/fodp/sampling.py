@@ -36,7 +36,7 @@ def poisson_indices(words: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[n
     most `rate`, short of it by less than 2⁻⁶⁴, and a rate of 1 takes all.
     """
     bound = _bound(_checks.fraction("rate", rate))
-    return np.arange(words.size, dtype=np.int64) if bound is None else np.flatnonzero(words < bound)
+    return np.arange(words.size, dtype=np.int64) if bound is None else (words < bound).nonzero()[0]
 
 
 @functools.cache

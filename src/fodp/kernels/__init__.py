@@ -1,5 +1,6 @@
-"""Hot loops in C, compiled once per machine where a C compiler exists: normals (`normals.c`), the pass over a
-memory (`recall.c`), norms of gradients (`norms.c`), and norms and sums of an embedding's (`tables.c`).
+"""Hot loops in C, compiled once per machine where a C compiler exists: keystreams (`keystream.c`), normals
+(`normals.c`), the pass over a memory (`recall.c`), norms of gradients (`norms.c`), and norms and sums of an
+embedding's (`tables.c`).
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
 in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
@@ -34,6 +35,7 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(_compiled()))
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        found.fodp_keystream.argtypes = [pointer, size, ctypes.c_char_p, ctypes.c_uint64]
         found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
         found.fodp_normals.restype = None
         for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
