@@ -307,15 +307,16 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("* 0x1p-63;", "* 0x1p-62;"),  # uniforms beyond one
         ("& 2) << 30));\n    *sine", "& 2) << 29));\n    *sine"),  # a quadrant's sign
         ("products[r + j] += sum", "products[r + j] = sum"),  # the last chunk only
-        ("total += weight[j]", "total -= weight[j]"),
+        ("total.part[p] += weight[j]", "total.part[p] -= weight[j]"),
         ("order[least(r + j, count - 1)]", "order[least(r, count - 1)]"),
-        ("square += x * x", "square += 1.01f * x * x"),
-        ("trend + gamma * apart", "trend + 0.99f * gamma * apart"),  # an average of its own
-        ("newest - (1 - gamma) * apart", "newest - gamma * apart"),
-        ("STORE(kept + at, x, m);", ""),
+        ("square += x.part[p] *", "square += 1.01f * x.part[p] *"),
+        ("trend.part[p] + gamma * apart", "trend.part[p] + 0.99f * gamma * apart"),  # an average of its own
+        ("fetched.part[p] - (1 - gamma) * apart", "fetched.part[p] - gamma * apart"),
+        ("OF(keep)(kept + at, x, m);", ""),
         ("square *= square_sum", "square += square_sum"),
         ("(double)v[i] * v[i]", "v[i] * v[i]"),  # squares that vanish
-        ("words) << 16", "words) << 15"),  # in what rounded rows are widened to
+        ("x << 16", "x << 15"),  # in what rounded rows are widened to
+        ("5, 21, 6, 22", "5, 22, 6, 21"),  # entries that change places
         ("0x7FFF + ", "0xFFFF + "),  # rounded up
         ("define OF(name) name\n", "define OF(name) another_##name\n"),
         ("define OF(name) name##_bfloat16\n", "define OF(name) another_##name\n"),

@@ -1,4 +1,26 @@
-/* Written once for each kind of ENTRY that rows are kept in; LOAD and STORE go between it and vectors of float. */
+/* Written once for each kind of ENTRY that rows are kept in. A vector of entries comes in PARTS, in an order that suits
+   the kind (`part`); `matched` brings floats into that order, `unmatched` back. */
+
+/* m floats, the rest zero. */
+static inline vector OF(load)(const float *entries, size_t m) {
+    vector x = {{{0}}};
+    memcpy(&x, entries, sizeof(float) * m);
+    return x;
+}
+
+static inline void OF(store)(float *entries, vector x, size_t m) { memcpy(entries, &x, sizeof(float) * m); }
+
+/* trend + gamma (newest - trend), from the nearer end, as PyTorch's lerp: gamma 1 gives the newest to the last bit. */
+static inline vector OF(followed)(vector trend, const ENTRY *newest, float gamma, size_t m) {
+    vector fetched, x;
+    ALL_PARTS fetched.part[p] = OF(part)(newest, p, m);
+    fetched = OF(unmatched)(fetched);
+    ALL_PARTS {
+        floats apart = fetched.part[p] - trend.part[p];
+        x.part[p] = gamma < 0.5f ? trend.part[p] + gamma * apart : fetched.part[p] - (1 - gamma) * apart;
+    }
+    return x;
+}
 
 /* Eight rows, from the r-th in order on: out += weights * rows if `mix`; then products += <rows, v> if `multiply`. */
 static inline __attribute__((always_inline)) void OF(eight_rows)(
@@ -13,15 +35,17 @@ static inline __attribute__((always_inline)) void OF(eight_rows)(
         sums[j] = (floats){0};
     }
     #define DO(at, m) { \
-        floats total = load(out + at, m); \
-        EIGHT x[j] = LOAD(row[j] + at, m); \
-        if (mix) { \
-            EIGHT { total += weight[j] * x[j]; __builtin_prefetch(row[j] + at + AHEAD, 0, 2); } \
-            store(out + at, total, m); \
+        vector total = OF(matched)(OF(load)(out + at, m)), other = total; \
+        if (multiply && v != out) other = OF(matched)(OF(load)(v + at, m)); \
+        ALL_PARTS { \
+            EIGHT x[j] = OF(part)(row[j] + at, p, m); \
+            if (mix) EIGHT total.part[p] += weight[j] * x[j]; \
+            if (v == out) other.part[p] = total.part[p]; \
+            if (multiply) EIGHT sums[j] += x[j] * other.part[p]; \
         } \
-        if (multiply) { \
-            if (v != out) total = load(v + at, m); \
-            EIGHT sums[j] += x[j] * total; \
+        if (mix) { \
+            EIGHT __builtin_prefetch(row[j] + at + AHEAD, 0, 2); \
+            OF(store)(out + at, OF(unmatched)(total), m); \
         } \
     }
     COLUMNS(DO);
@@ -34,11 +58,10 @@ static inline __attribute__((always_inline)) void OF(remember)(
     ENTRY *kept, const float *v, float *trend, const ENTRY *newest, float gamma, size_t n, double *products) {
     floats square = {0}, along = {0};
     #define DO(at, m) { \
-        floats x = load(v + at, m), t = load(trend + at, m); \
-        if (newest) store(trend + at, t = followed(t, LOAD(newest + at, m), gamma), m); \
-        STORE(kept + at, x, m); \
-        square += x * x; \
-        along += x * t; \
+        vector x = OF(load)(v + at, m), t = OF(load)(trend + at, m); \
+        if (newest) OF(store)(trend + at, t = OF(followed)(t, newest + at, gamma, m), m); \
+        OF(keep)(kept + at, x, m); \
+        ALL_PARTS square += x.part[p] * x.part[p], along += x.part[p] * t.part[p]; \
     }
     COLUMNS(DO);
     #undef DO
@@ -49,8 +72,7 @@ static inline __attribute__((always_inline)) void OF(remember)(
 /* trend += gamma (newest - trend), in the same arithmetic. */
 void OF(fodp_follow)(float *trend, const ENTRY *newest, float gamma, size_t n) {
     #define DO(at, m) { \
-        floats t = load(trend + at, m); \
-        store(trend + at, followed(t, LOAD(newest + at, m), gamma), m); \
+        OF(store)(trend + at, OF(followed)(OF(load)(trend + at, m), newest + at, gamma, m), m); \
     }
     COLUMNS(DO);
     #undef DO
@@ -83,5 +105,5 @@ void OF(fodp_recall)(float *out, const ENTRY *table, size_t stride, const size_t
 }
 #undef OF
 #undef ENTRY
-#undef LOAD
-#undef STORE
+#undef PARTS
+#undef vector
