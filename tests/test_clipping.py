@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fodp._checks import PrivacyError
-from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, rules
+from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, rules, self_check
 from fodp.clipping.uses import Product
 from models_for_tests import (
     FAST,
@@ -147,6 +147,35 @@ def test_the_self_check_sees_exchanged_examples_of_equal_norm() -> None:
     model = Apply(lambda m, x: m.a(F.normalize(x, dim=1).flip(0)), a=nn.Linear(6, 1, bias=False)).double()
     with pytest.warns(UserWarning, match=LOOP_WARNING):
         clipped_sum(model, lambda m, x: m(x)[:, 0], vectors(), 1.0)
+
+
+def last_bit_decides(model: Apply, x: Tensor) -> Tensor:
+    """The larger of two equal products, where x[1] is zero; their last bit depends on the number of examples."""
+    rounding = torch.finfo(x.dtype).eps * (1.5 - len(x))
+    return torch.maximum(model.a(x[:, :1]), model.b(x[:, :1]) * (1 + rounding) + 1e-9 + x[:, 1:])
+
+
+@pytest.mark.rule(4)
+def test_a_tie_that_rounding_decides_is_no_disagreement() -> None:
+    model = Apply(last_bit_decides, a=nn.Linear(1, 1, bias=False), b=nn.Linear(1, 1, bias=False))
+    weights = [torch.ones(1, 1), torch.ones(1, 1)]
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data = weight
+    engine, x = Engine(model, lambda m, x: m(x)[:, 0]), torch.tensor([[1.0, 0.0]]).repeat(8, 1)
+    assert "disagree" in self_check.disagreement(engine, x[:2])
+    assert self_check.problem(engine, x) is None  # no pair says anything, so the loop is taken and the next lot asked
+    assert engine.uses(x) is None
+    x[1, 1] = x[6, 1] = 1.0
+    assert self_check.problem(engine, x) == ""  # the first pair says nothing, the second is clear
+    assert engine.uses(x) is not None
+    assert all(p.data_ptr() == w.data_ptr() for p, w in zip(model.parameters(), weights, strict=True))
+
+
+@pytest.mark.rule(4)
+def test_a_mixing_model_is_no_tie() -> None:
+    model = Apply(lambda m, x: m.a(x - 0.5 * x.mean(0)), a=nn.Linear(6, 4))
+    with pytest.warns(UserWarning, match=LOOP_WARNING):
+        clipped_sum(model, probe, vectors().float(), 0.3)
 
 
 @pytest.mark.rule(4)
@@ -614,8 +643,8 @@ def test_several_questions_of_one_lot_cost_one_pass(monkeypatch: pytest.MonkeyPa
     model, x = mlp(), vectors()
     engine, lot = checked_engine(model), object()
     calls: list[int] = []
-    original = engine._uses
-    monkeypatch.setattr(engine, "_uses", lambda *args: calls.append(1) or original(*args))
+    original = engine.recorded
+    monkeypatch.setattr(engine, "recorded", lambda *args: calls.append(1) or original(*args))
     gradients = Gradients(engine, x, lot=lot)
     first, second = gradients.clipped_sum(0.5), gradients.clipped_sum(0.2)
     count = gradients.count(lambda n: (n < 1).double())
@@ -754,8 +783,10 @@ def test_a_lot_that_would_record_too_much_goes_through_in_parts(monkeypatch, at_
     per_row = sum(layer.in_features + layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
     monkeypatch.setattr(module, "_RECORDED_AT_ONCE", at_once * copies * per_row)
     assert own.most_rows(x) == max(1, at_once * copies)
-    original = own._uses
-    monkeypatch.setattr(own, "_uses", lambda batch, *more: sizes.append(len(batch) // copies) or original(batch, *more))
+    original = own.recorded
+    monkeypatch.setattr(
+        own, "recorded", lambda batch, *more: sizes.append(len(batch) // copies) or original(batch, *more)
+    )
     truth = gradients_by_hand(model, probe, x).unflatten(0, (6, copies)).mean(1)
     assert_close(Gradients(own, x, copies=copies).clipped_sum(0.3).value, clipped(truth, 0.3).sum(0), 0.3)
     assert sizes == passes

@@ -42,6 +42,15 @@ def repeat(batch: Batch, copies: int) -> Batch:
     return type(batch)([repeat(part, copies) for part in batch])
 
 
+def doubled(batch: Batch) -> Batch:
+    """The same in float64; what is not a float stays."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {name: doubled(part) for name, part in batch.items()}
+    return type(batch)([doubled(part) for part in batch])
+
+
 def _batch_tensors(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch

@@ -21,7 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook
 
 from fodp._checks import PrivacyError
-from fodp.clipping import fallback
+from fodp.clipping import fallback, self_check
 from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.combine import merged, scaled
 from fodp.clipping.fallback import Unseparable
@@ -35,10 +35,6 @@ LossFunction = Callable[[nn.Module, Batch], Tensor]
 Points = Sequence[tuple[float, Tensor | None]]
 HERE: Points = ((1.0, None),)
 
-# How far book-keeping and the one-example loop may differ before the self-check objects.
-_SELF_CHECK_TOLERANCE = 1e-3
-_SELF_CHECK_TOLERANCE_HALF = 3e-2  # gradients rounded to half precision
-_SELF_CHECK_PAIRS = 4
 # How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
 # of all layers at once, where ordinary training frees the ones while it makes the others.
 _RECORDED_AT_ONCE = 2**25
@@ -76,7 +72,7 @@ class Engine:
         self._shared: set[tuple[int, int]] = set()  # inputs of modules without a rule that hold no examples
         # Harmless in evaluation mode only; model.train() may come any time.
         self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
-        self._tolerance = _SELF_CHECK_TOLERANCE
+        self.half_precision = False
         self._loop = method == "loop"
         self._checked = False
         self.rows_at_once: int | None = None  # fixed by the first recorded batch
@@ -90,7 +86,7 @@ class Engine:
         if not self._checked or self._loop:
             return None
         try:
-            return self._uses(batch, points, copies)
+            return self.recorded(batch, points, copies)
         except Unseparable as reason:
             self._take_loop(str(reason))
             return None
@@ -148,11 +144,15 @@ class Engine:
                 parameter.data = value
 
     def _check_once(self, batch: Batch) -> None:
-        rows = batch_size(batch)
-        if not self._checked and not self._loop and rows >= 2:  # one cannot tell a wrong layout from a right one
-            self._self_check(batch, rows)
+        if self._checked or self._loop or batch_size(batch) < 2:  # one cannot tell a wrong layout from a right one
+            return
+        problem = self_check.problem(self, batch)
+        self._checked = problem is not None
+        if problem:
+            self._take_loop(problem)
 
-    def _uses(self, batch: Batch, points: Points, copies: int) -> list[Use | None]:
+    def recorded(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None]:
+        """The same by book-keeping, checked or not; raises `Unseparable` where it cannot tell examples apart."""
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         with torch.no_grad():
             for coefficient, offset in points:
@@ -203,42 +203,11 @@ class Engine:
         call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
         for index, tensor in enumerate((out,) if isinstance(out, Tensor) else fallback._tensors(out)):
             if tensor.requires_grad:
-                if tensor.dtype not in (torch.float32, torch.float64):  # a half-precision model or autocast
-                    self._tolerance = _SELF_CHECK_TOLERANCE_HALF
+                if tensor.dtype not in (torch.float32, torch.float64):  # the model's own, or autocast
+                    self.half_precision = True
                 # The edge stays the gradient of this very output, whatever is done to it in place later.
                 call.outputs.append((index, get_gradient_edge(_origin(module, tensor)), tensor.shape))
         calls.append(call)
-
-    def _self_check(self, batch: Batch, rows: int) -> None:
-        """Compare the gradients of two examples with the one-example loop; disagreement means loop.
-
-        Runs in the model's own mode, since a model may mix examples in training mode only, but without
-        dropout, which would differ between the two; leaves no trace. Pairs whose gradients vanish or are
-        not finite say nothing; when all do, this lot goes through the loop and the next one is asked.
-        """
-        dropouts = [module for module in self.model.modules() if fallback.drops(module)]
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        problem: str | None = None
-        try:
-            for module in dropouts:
-                module.training = False
-            with torch.random.fork_rng(devices=[]):
-                before = torch.get_rng_state()
-                for i in range(min(rows // 2, _SELF_CHECK_PAIRS)):
-                    problem = self._disagreement(batch, i, rows - 1 - i)
-                    if problem is not None:
-                        break
-                if problem and not torch.equal(before, torch.get_rng_state()):
-                    problem += " (the forward pass draws randomness outside of nn.Dropout)"
-        finally:
-            for module in dropouts:
-                module.training = True
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-        self._checked = problem is not None
-        if problem:
-            self._take_loop(problem)
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True
@@ -247,37 +216,6 @@ class Engine:
             "examples apart, in their first dimension, and parameters be used by their own modules only",
             stacklevel=2,
         )
-
-    def _disagreement(self, batch: Batch, first: int, second: int) -> str | None:
-        """What is wrong with the fast gradients of two examples: "" nothing, None that cannot be told."""
-        pair = (first, second)
-        truth = torch.stack([g for i in pair for g in self.example_gradients(take(batch, slice(i, i + 1)))])
-        totals = truth.norm(dim=1)
-        # In both orders: a model that sorts its examples leaves one of them as it is.
-        for order in ([0, 1], [1, 0]):
-            try:
-                uses = self._uses(take(batch, torch.tensor([pair[i] for i in order])), HERE, 1)
-            except Unseparable as reason:
-                return str(reason)
-            if not (totals.isfinite() & (totals > 1e-9)).all():
-                return None
-            fast = torch.zeros_like(truth)
-            norms = truth.new_zeros(2, len(uses))
-            for row in order:
-                one = truth.new_tensor([float(i == row) for i in order])
-                for i, (use, view) in enumerate(zip(uses, self.layout.views(fast[row]), strict=True)):
-                    if use is not None:
-                        norms[row, i] = use.squared_norms().to(one).dot(one).sqrt()
-                        use.add_weighted(view, one, False)
-            for i, name in enumerate(self.layout.names):
-                expected, found = (
-                    torch.stack([self.layout.views(g)[i].flatten() for g in rows]) for rows in (truth, fast)
-                )
-                sizes = expected.norm(dim=1)
-                apart = torch.maximum((expected - found).norm(dim=1), (sizes - norms[:, i]).abs())
-                if not (apart <= self._tolerance * (sizes + 1e-3 * totals)).all():
-                    return f"for {name} the layer rules and the one-example loop disagree"
-        return ""
 
     def _uses_of(self, call: _Call, back: list[tuple[int, Tensor]], count: int) -> dict[str, Use]:
         rule = RULES.get(type(call.module))

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fodp._checks import PrivacyError
 from fodp.clipping.batches import Batch, batch_size
 from fodp.clipping.combine import merged
-from fodp.clipping.engine import _SELF_CHECK_TOLERANCE_HALF, HERE, Engine, Points, _Call, _versions
+from fodp.clipping.engine import HERE, Engine, Points, _Call, _versions
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.rules import RULES
+from fodp.clipping.self_check import tolerance
 from fodp.clipping.uses import Use
 from fodp.sampling import Lot
 
@@ -170,14 +171,14 @@ class Recorder(Engine):
         self._checking, self._rebuild = True, rebuild
         try:
             with torch.autocast(self.layout.device.type, enabled=False):
-                self._self_check([_finite(leaves[i].detach()) for i in places], rows)
+                self._check_once([_finite(leaves[i].detach()) for i in places])
         finally:
             self._checking = False
             del self._rebuild
         if not self._checked:
             raise PrivacyError(
-                "the model cannot be checked on the first lot, for its outputs are not finite or have no gradient: "
-                "normalise the data, look at the initial weights"
+                "the model cannot be checked on the first lot, for its outputs are not finite, have no gradient or "
+                "rest on ties: normalise the data, look at the initial weights"
             )
 
     def _probe(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -215,12 +216,12 @@ class Recorder(Engine):
         uses, ones = self.uses(lot.indices), layout.zeros().new_ones(rows)
         sizes = torch.stack([ones.sum() * 0 if u is None else u.squared_norms().sqrt().sum().to(ones) for u in uses])
         half = any(gradient.dtype not in (torch.float32, torch.float64) for _, gradient in self._caught)
-        tolerance = _SELF_CHECK_TOLERANCE_HALF if half else self._tolerance
+        allowed = tolerance(half or self.half_precision)
         for i, (use, expected) in enumerate(zip(uses, layout.views(raw), strict=True)):
             found = torch.zeros_like(expected)
             if use is not None:
                 use.add_weighted(found, ones, False)
-            if (found - expected).norm() > tolerance * (sizes[i] + 1e-3 * sizes.sum()):
+            if (found - expected).norm() > allowed * (sizes[i] + 1e-3 * sizes.sum()):
                 raise PrivacyError(
                     f"part of the loss reaches {layout.names[i]} past its layer (a penalty on weights, a weight used "
                     f"by hand) and would be lost: put penalties into the optimizer's weight_decay, or {TRAINER}"
