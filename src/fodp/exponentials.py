@@ -47,7 +47,8 @@ class ExponentialSumMemory(WindowMemory):
         self.lam = _checks.at_least_zero("lam", lam)
         self.tolerance = _checks.open_fraction("tolerance", tolerance)
         self.decays, self.shares, self.error = fitted(self.alpha, self.window, self.lam, self.tolerance)
-        self._slots = len(self.decays)
+        self._terms: list[tuple[float, float]] = list(zip(self.decays.tolist(), self.shares.tolist(), strict=True))
+        self._slots = len(self._terms)
         self._reach = math.ceil(math.log(_REACH) / math.log(self.decays.max()))
 
     @property
@@ -59,8 +60,9 @@ class ExponentialSumMemory(WindowMemory):
         return normalised((_values(self.decays, self.filled) @ self.shares).tolist())
 
     def _by_row(self) -> Floats:
-        seen = (1 - self.decays**self._writes) / (1 - self.decays)  # Σ ρ^(j-1) over the lags there are
-        return (self.shares / (self.shares @ seen)).tolist()
+        # Plain floats: between passes over memory every call into NumPy costs ten times its work.
+        seen = math.fsum(share * (1 - rho**self._writes) / (1 - rho) for rho, share in self._terms)  # Σ over the lags
+        return [share / seen for _, share in self._terms]
 
     def _order(self) -> list[int]:
         return list(range(self._slots))
@@ -68,8 +70,8 @@ class ExponentialSumMemory(WindowMemory):
     def _keep(self, release: Tensor) -> None:
         """S ← ρ·S + s̃ for each term."""
         assert self._table is not None
-        for row, decay in zip(self._table, self.decays.tolist(), strict=True):
-            torch.add(release.detach(), row, alpha=decay, out=row)
+        for row, (rho, _) in zip(self._table, self._terms, strict=True):
+            torch.add(release.detach(), row, alpha=rho, out=row)
 
 
 @functools.cache
