@@ -214,6 +214,21 @@ def test_merged_uses_add_their_gradients(first: str, second: str) -> None:
 
 
 @pytest.mark.rule(4)
+def test_products_of_the_same_inputs_are_merged_into_one() -> None:
+    """A first layer at two points: half the work. Equal inputs elsewhere in memory, or other strides, are others."""
+    torch.manual_seed(0)
+    inputs = torch.randn(6, 6)
+    firsts = [Product(inputs, torch.randn(6, 6)) for _ in range(3)]
+    third = Product(inputs.t(), torch.randn(6, 6))
+    one = merged(firsts)
+    assert isinstance(one, Product)
+    torch.testing.assert_close(one.dense(), sum(use.dense() for use in firsts), rtol=1e-5, atol=1e-5)
+    for several in ([*firsts, third], [third, firsts[0], Product(inputs.clone(), torch.randn(6, 6)), firsts[1]]):
+        both = merged(several)
+        torch.testing.assert_close(both.dense(), sum(use.dense() for use in several), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.rule(4)
 @pytest.mark.parametrize("kind", random_uses(1))
 def test_each_use_sums_masks_and_groups_like_its_dense_gradients(kind: str) -> None:
     torch.manual_seed(0)

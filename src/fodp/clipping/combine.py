@@ -23,6 +23,7 @@ def scaled(use: Use, factor: float) -> Use:
 
 def merged(uses: Sequence[Use]) -> Use:
     """Several uses of one parameter as one: their gradients add up before anything is squared."""
+    uses = _joined(uses)
     if len(uses) == 1:
         return uses[0]
     uses = [use.as_outer() if isinstance(use, Product) else use for use in uses]
@@ -34,3 +35,18 @@ def merged(uses: Sequence[Use]) -> Use:
         indices, back = torch.cat([u.indices for u in tables], 1), torch.cat([u.back for u in tables], 1)
         return Rows(indices, back, tables[0].table_rows)
     return Dense(torch.stack([use.dense().flatten(1) for use in uses]).sum(0))
+
+
+def _joined(uses: Sequence[Use]) -> Sequence[Use]:
+    """Products of the same inputs, as of a first layer at two points, become one: their back-signals add up."""
+    if len(uses) == 1:
+        return uses
+    joined: dict[object, Use] = {}
+    for use in uses:
+        if not isinstance(use, Product):
+            joined[use] = use
+            continue
+        key = use.inputs.data_ptr(), use.inputs.shape, use.inputs.stride(), use.inputs.dtype
+        known = joined.get(key)
+        joined[key] = Product(use.inputs, known.back + use.back) if isinstance(known, Product) else use
+    return list(joined.values())
