@@ -37,7 +37,7 @@ HERE: Points = ((1.0, None),)
 
 # How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
 # of all layers at once, where ordinary training frees the ones while it makes the others.
-_RECORDED_AT_ONCE = 2**25
+_RECORDED_AT_ONCE = 2**24
 
 
 @dataclass
