@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import kernels
-from fodp.clipping.norms import norms
+from fodp.clipping import FLOAT_TOLERANCE
+from fodp.clipping.norms import add_squared_norms, limits, roots
 from fodp.clipping.tables import Rows
 from fodp.clipping.uses import Dense, Outer, Product
 from fodp.keystream import MARGIN, keystream
@@ -151,6 +152,10 @@ def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, refe
             assert torch.equal(alone.settle(), moved.value)  # a checkpoint in between changes no bit
 
 
+def norms(uses, squares: torch.Tensor) -> torch.Tensor:
+    return roots(add_squared_norms(uses, squares))[0]
+
+
 @needs_compiler
 @pytest.mark.rule(9)
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e-30, 1e15])
@@ -189,8 +194,24 @@ def test_norms_of_nobody_and_of_nothing():
 def test_a_norm_that_is_no_number_is_seen(bad):
     inputs = torch.ones(3, 4)
     inputs[1, 2] = bad
-    found = norms([(Product(inputs, torch.full((3, 2), 1e5)), 1.0)], torch.zeros(3))
+    found, all_finite = roots(add_squared_norms([(Product(inputs, torch.full((3, 2), 1e5)), 1.0)], torch.zeros(3)))
     assert found.isfinite().tolist() == [True, False, True]
+    assert not all_finite
+    assert roots(torch.tensor([4.0, 9.0]))[1]
+
+
+@needs_compiler
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 37.0])
+@pytest.mark.parametrize("most", [1.0, math.inf])
+def test_limits_are_those_of_the_reference_and_keep_the_bound(bound, most, reference):
+    found = torch.cat([torch.tensor([0.0, 1e-30, 1e-9, 1e19, 1.0]), torch.rand(1000) * 50])
+    compiled = limits(found, bound, most)
+    assert (compiled.double() * found.double() <= bound * (1 + FLOAT_TOLERANCE)).all()
+    assert compiled.isfinite().all()
+    assert (compiled <= most).all()
+    reference()
+    assert torch.equal(compiled, limits(found, bound, most))
 
 
 @needs_compiler
@@ -315,6 +336,10 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("OF(keep)(kept + at, x, m);", ""),
         ("square *= square_sum", "square += square_sum"),
         ("(double)v[i] * v[i]", "v[i] * v[i]"),  # squares that vanish
+        ("return isfinite(total)", "return 1"),  # examples that are not finite are summed
+        ("total += norms[i] = sqrtf(norms[i])", "total += norms[i]"),  # squares for norms
+        ("norms[i] > smallest", "norms[i] < smallest"),
+        ("limit < most ? limit : most", "limit"),  # short gradients made long
         ("x << 16", "x << 15"),  # in what rounded rows are widened to
         ("5, 21, 6, 22", "5, 22, 6, 21"),  # entries that change places
         ("0x7FFF + ", "0xFFFF + "),  # rounded up

@@ -3,7 +3,6 @@
 Each answer is a `Query`: a sum over the lot that knows how much one example can change it.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from fodp._checks import PrivacyError
 from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, batch_size, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
-from fodp.clipping.norms import norms
+from fodp.clipping.norms import add_squared_norms, limits, roots
 from fodp.clipping.uses import HELD_ENTRIES, Dense, Use
 from fodp.mechanism import Query
 
@@ -67,11 +66,10 @@ class Gradients:
         total = self.engine.layout.empty()
         accumulate = False
         for part in self._passes():
-            # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
-            limit = part.norms.clamp(min=torch.finfo(part.norms.dtype).tiny ** 0.25).reciprocal_().mul_(bound)
             if weight is None:
-                weights = limit.clamp_(max=1.0)
+                weights = limits(part.norms, bound, most=1.0)
             else:
+                limit = limits(part.norms, bound)
                 weights = _by_norm(weight, part.norms, 0.0).clamp(-limit, limit)
             part.add_weighted(total, weights, accumulate)
             accumulate = True
@@ -173,8 +171,8 @@ class _Pass:
     @staticmethod
     def of(engine: Engine, pieces: list[tuple[Use, int]], blocks: tuple[float, ...], examples: int) -> "_Pass":
         squares = torch.zeros(examples, dtype=engine.layout.dtype, device=engine.layout.device)
-        found = norms([(use, blocks[i]) for use, i in pieces], squares)
-        return _Pass._checked(engine, found, list(pieces), blocks, complete=True)
+        add_squared_norms([(use, blocks[i]) for use, i in pieces], squares)
+        return _Pass._checked(engine, squares, list(pieces), blocks, complete=True)
 
     @staticmethod
     def of_rows(engine: Engine, rows: list[Tensor], blocks: tuple[float, ...]) -> "_Pass":
@@ -183,18 +181,18 @@ class _Pass:
             for view, b in zip(engine.layout.views(row), blocks, strict=True):
                 view.mul_(b)
         use = Dense(stacked)
-        return _Pass._checked(engine, use.squared_norms().sqrt(), [(use, None)], blocks, complete=False)
+        return _Pass._checked(engine, use.squared_norms(), [(use, None)], blocks, complete=False)
 
     @staticmethod
     def _checked(
         engine: Engine,
-        norms: Tensor,
+        squares: Tensor,
         pieces: list[tuple[Use, int | None]],
         blocks: tuple[float, ...],
         complete: bool,
     ) -> "_Pass":
-        # Asking "are all finite?" makes an accelerator wait, so there the mask is always applied.
-        if norms.device.type == "cpu" and math.isfinite(norms.sum().item()):
+        norms, all_finite = roots(squares)
+        if all_finite:
             return _Pass(engine, norms, pieces, blocks, None, complete)
         finite = norms.isfinite()
         pieces = [(use.masked(finite), i) for use, i in pieces]

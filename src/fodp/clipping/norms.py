@@ -1,5 +1,6 @@
-"""The norms of per-example gradients, over all uses of all parameters."""
+"""The norms of per-example gradients, over all uses of all parameters, and the weights that keep them in bounds."""
 
+import math
 from collections.abc import Sequence
 from ctypes import c_double, c_size_t, c_void_p
 
@@ -12,11 +13,32 @@ from fodp.clipping.uses import Dense, Product, Use
 Uses = Sequence[tuple[Use, float]]
 
 
-def norms(uses: Uses, squares: Tensor) -> Tensor:
-    """√Σ_l b_l²·‖G_{i,l}‖² per example, where uses come with their b; worked out in `squares`, which holds zeros."""
+def add_squared_norms(uses: Uses, squares: Tensor) -> Tensor:
+    """Add Σ_l b_l²·‖G_{i,l}‖² of every example to `squares`; uses come with their b."""
     for use, b in _add_compiled(uses, squares):
         squares.add_(use.squared_norms(), alpha=b**2)
-    return squares.sqrt_()
+    return squares
+
+
+def roots(squares: Tensor) -> tuple[Tensor, bool]:
+    """The roots, in place, and whether all are known to be finite: an accelerator would make us wait for that."""
+    library = kernels.library() if _plain(squares) else None
+    if library is not None:
+        return squares, bool(library.fodp_roots(squares.data_ptr(), len(squares)))
+    squares.sqrt_()
+    return squares, squares.device.type == "cpu" and math.isfinite(squares.sum().item())
+
+
+def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
+    """The largest weights, up to `most`, that keep every weighted norm within the bound."""
+    # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
+    smallest = torch.finfo(norms.dtype).tiny ** 0.25
+    library = kernels.library() if _plain(norms) else None
+    if library is None:
+        return norms.clamp(min=smallest).reciprocal_().mul_(bound).clamp_(max=most)
+    out = torch.empty_like(norms)
+    library.fodp_limits(out.data_ptr(), norms.data_ptr(), len(norms), bound, smallest, most)
+    return out
 
 
 def _add_compiled(uses: Uses, squares: Tensor) -> Uses:

@@ -45,6 +45,9 @@ def library() -> ctypes.CDLL | None:
             follow.argtypes, follow.restype = [pointer, pointer, ctypes.c_float, size], None
         found.fodp_add_squares.argtypes = [pointer, size, pointer, pointer, pointer, size]
         found.fodp_add_squares.restype = None
+        found.fodp_roots.argtypes = [pointer, size]
+        found.fodp_limits.argtypes = [pointer, pointer, size, *[ctypes.c_float] * 3]
+        found.fodp_limits.restype = None
         found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
         found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
         found.fodp_table_squares.restype = None

@@ -76,7 +76,17 @@ def _squares_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
     rows, factors = np.array([left.ctypes.data, right.ctypes.data, left.ctypes.data, 0], np.uintp), np.array([0.25, 2])
     found.fodp_add_squares(squares.ctypes.data, 5, *(a.ctypes.data for a in (rows, widths, factors)), 2)
     lefts, rights = ((values.astype(np.float64) ** 2).sum(1) for values in (left, right))
-    return np.allclose(squares, 1 + 0.25 * lefts * rights + 2 * lefts, rtol=1e-6)
+    expected = 1 + 0.25 * lefts * rights + 2 * lefts
+    right_squares = np.allclose(squares, expected, rtol=1e-6)
+    norms, limits, spoilt = np.sqrt(expected), np.empty(5, np.float32), np.array([1, np.inf], np.float32)
+    finite = found.fodp_roots(squares.ctypes.data, 5), found.fodp_roots(spoilt.ctypes.data, 2)
+    found.fodp_limits(limits.ctypes.data, squares.ctypes.data, 5, 20.0, 15.0, 1.2)
+    return (
+        right_squares
+        and finite == (1, 0)
+        and np.allclose(squares, norms, rtol=1e-6)
+        and np.allclose(limits, np.minimum(20 / np.maximum(norms, 15), 1.2), rtol=1e-6)
+    )
 
 
 def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
