@@ -17,13 +17,13 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor] = ()):
         self._model = model
-        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in _buffers(model).items()}
         self._versions = [(parameter, parameter._version) for parameter in parameters]
 
     def refuse_changes(self, who: str = "the model") -> None:
         """Put back whatever has changed, and raise if anything has."""
         self._refuse_written_parameters(who)
-        now = dict(self._model.named_buffers())
+        now = _buffers(self._model)
         changed = [name for name in self._before if name not in now or not _same(now[name], self._before[name][1])]
         changed += [name for name in now if name not in self._before]
         for name in changed:
@@ -51,6 +51,15 @@ class KeptBuffers:
                 f"{who} writes into the parameter {name} when it sees examples, and no noise protects that: leave it "
                 "out, and start again with fresh weights, since these hold it"
             )
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers()) if _has_buffers(model) else {}
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    """Asked twice in every step, so without PyTorch's way through all modules by name."""
+    return bool(module._buffers) or any(_has_buffers(part) for part in module._modules.values() if part is not None)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:

@@ -204,21 +204,20 @@ _scratch = _Scratch()
 
 def _fill_normal(out: torch.Tensor, std: float, bits: Keystream) -> None:
     """Fill a contiguous tensor: of each block, the first half takes r·cos(a), the second half r·sin(a)."""
-    flat = out.detach().view(-1).numpy()
-    angle_type = _ANGLE_WORDS[out.dtype]
+    size, angle_type = out.numel(), _ANGLE_WORDS[out.dtype]
     compiled = kernels.library() if out.dtype == torch.float32 else None
     words, source = _scratch.keystream, _scratch.address
-    for start in range(0, flat.size, 2 * PAIRS):
-        count = min(2 * PAIRS, flat.size - start)
+    for start in range(0, size, 2 * PAIRS):
+        count = min(2 * PAIRS, size - start)
         pairs = (count + 1) // 2
-        size = pairs * (8 + angle_type.itemsize)
-        bits.fill(words, size)
+        length = pairs * (8 + angle_type.itemsize)
+        bits.fill(words, length)
         if compiled is not None:
             first = out.data_ptr() + 4 * start
             compiled.fodp_normals(first, first + 4 * pairs, source, source + 8 * pairs, pairs, count - pairs, std)
         else:
-            block = flat[start : start + count]
-            _normals(block, std, words[: 8 * pairs].view("<i8"), words[8 * pairs : size].view(angle_type))
+            block = out.detach().view(-1).numpy()[start : start + count]
+            _normals(block, std, words[: 8 * pairs].view("<i8"), words[8 * pairs : length].view(angle_type))
 
 
 def _normals(block: Array, std: float, radius_words: Array, angle_words: Array) -> None:
