@@ -129,7 +129,7 @@ class MemoryAfterRelease:
     def __call__(self, release: Tensor) -> Tensor:
         """Mix, then remember."""
         u = self.memory.recall()
-        self._gain = self.beta**2 + (1 - self.beta) ** 2 * float(self.memory.weights.square().sum())
+        self._gain = self.beta**2 + (1 - self.beta) ** 2 * self.memory.noise_kept()
         mixed = self.beta * release
         if u is not None:
             u.add_to(mixed, 1 - self.beta, release)  # and the products that remembering this release takes

@@ -44,6 +44,10 @@ class WindowMemory(ABC):
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
         return torch.tensor(self._by_lag(), dtype=torch.float64)
 
+    def noise_kept(self) -> float:
+        """Σ ŵ²: the variance of the average over that of a release, if releases were independent noise."""
+        return math.fsum(weight * weight for weight in self._by_lag())
+
     @abstractmethod
     def _by_lag(self) -> Floats:
         """The weights of lags 1, 2, …: what makes one memory differ from another."""
