@@ -11,8 +11,8 @@ from torch import nn
 
 import fodp
 from fodp.bench import floor, measure, report, results, scaling, steps
-from fodp.bench.contenders import CONTENDERS, PEERS, Contender, build
-from fodp.bench.targets import DP_SGD, FO_8, FO_32, PLAIN, TARGETS, TITLES, Target
+from fodp.bench.contenders import CONTENDERS, PEERS, TERMS, Contender, build
+from fodp.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, PLAIN, TARGETS, TITLES, Target
 from fodp.bench.workloads import CLASSES, WORKLOADS
 from fodp.cli.main import main
 from fodp.models import cross_entropy
@@ -275,3 +275,20 @@ def test_plans_without_end_have_noise_to_their_end(method):
     step, size = steps.private(WORKLOADS["mlp"], method, 0, {})
     step()
     assert size == 199_082
+
+
+def test_the_memory_of_exponentials_is_counted_as_it_is():
+    (row,) = (contender for contender in CONTENDERS if contender.name == FO_32_FIXED)
+    params = {**row.settings["params"], "lr": 0.1}
+    plan = fodp.Plan(
+        sampling_rate=0.1,
+        steps=10,
+        lot_size=10,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        method="fo-dp-sgd",
+        params=params,
+        seed=0,
+    )
+    assert len(plan.algorithm.init(plan, 5).decays) == TERMS == row.rows
