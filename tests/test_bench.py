@@ -279,16 +279,5 @@ def test_plans_without_end_have_noise_to_their_end(method):
 
 def test_the_memory_of_exponentials_is_counted_as_it_is():
     (row,) = (contender for contender in CONTENDERS if contender.name == FO_32_FIXED)
-    params = {**row.settings["params"], "lr": 0.1}
-    plan = fodp.Plan(
-        sampling_rate=0.1,
-        steps=10,
-        lot_size=10,
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        delta=1e-5,
-        method="fo-dp-sgd",
-        params=params,
-        seed=0,
-    )
-    assert len(plan.algorithm.init(plan, 5).decays) == TERMS == row.rows
+    step, _ = steps.private(WORKLOADS["mlp"], **row.settings)
+    assert len(step.__self__.run.state.decays) == TERMS == row.rows

@@ -1,6 +1,6 @@
 """Batches: whatever loss_fn understands, a tensor or a tuple, list or dict of them, examples first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -24,31 +24,26 @@ def batch_size(batch: Batch) -> int:
 
 def take(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch, a slice as views."""
-    if isinstance(batch, Tensor):
-        return batch[rows]
-    if isinstance(batch, dict):
-        return {name: take(part, rows) for name, part in batch.items()}
-    return type(batch)([take(part, rows) for part in batch])
+    return _each(batch, lambda tensor: tensor[rows])
 
 
 def repeat(batch: Batch, copies: int) -> Batch:
     """Every row `copies` times, side by side."""
-    if copies == 1:
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.repeat_interleave(copies, 0)
-    if isinstance(batch, dict):
-        return {name: repeat(part, copies) for name, part in batch.items()}
-    return type(batch)([repeat(part, copies) for part in batch])
+    return batch if copies == 1 else _each(batch, lambda tensor: tensor.repeat_interleave(copies, 0))
 
 
 def doubled(batch: Batch) -> Batch:
     """The same in float64; what is not a float stays."""
+    return _each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """A batch of the same form, of the changed tensors."""
     if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+        return change(batch)
     if isinstance(batch, dict):
-        return {name: doubled(part) for name, part in batch.items()}
-    return type(batch)([doubled(part) for part in batch])
+        return {name: _each(part, change) for name, part in batch.items()}
+    return type(batch)([_each(part, change) for part in batch])
 
 
 def _batch_tensors(batch: Batch) -> Iterator[Tensor]:
