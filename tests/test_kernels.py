@@ -327,13 +327,16 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
         ("radius[i] = std * sqrtf", "radius[i] = 0.999f * std * sqrtf"),  # too little noise
         ("* 0x1p-63;", "* 0x1p-62;"),  # uniforms beyond one
         ("& 2) << 30));\n    *sine", "& 2) << 29));\n    *sine"),  # a quadrant's sign
-        ("products[r + j] += sum", "products[r + j] = sum"),  # the last chunk only
-        ("total.part[p] += weight[j]", "total.part[p] -= weight[j]"),
+        ("products[j] += sum", "products[j] = sum"),  # the last chunk only
+        ("total.part[p] += rows.weight[j]", "total.part[p] -= rows.weight[j]"),
         ("order[least(r + j, count - 1)]", "order[least(r, count - 1)]"),
-        ("square += x.part[p] *", "square += 1.01f * x.part[p] *"),
+        ("square += whole.part[p] *", "square += 1.01f * whole.part[p] *"),
         ("trend.part[p] + gamma * apart", "trend.part[p] + 0.99f * gamma * apart"),  # an average of its own
-        ("fetched.part[p] - (1 - gamma) * apart", "fetched.part[p] - gamma * apart"),
-        ("OF(keep)(kept + at, x, m);", ""),
+        ("newest.part[p] - (1 - gamma) * apart", "newest.part[p] - gamma * apart"),
+        ("newest.part[p] = x[0]", "newest.part[p] = x[1]"),  # a trend that follows another release
+        ("OF(keep)(kept + at, whole, m);", ""),
+        ("trend, gamma, own, 1);", "trend, gamma, own, 0);"),  # remembers what was there before mixing
+        ("trend, gamma, own, 0);", "trend, gamma, own, 1);"),  # remembers the mixture, not the release
         ("square *= square_sum", "square += square_sum"),
         ("(double)v[i] * v[i]", "v[i] * v[i]"),  # squares that vanish
         ("return isfinite(total)", "return 1"),  # examples that are not finite are summed

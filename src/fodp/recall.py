@@ -93,13 +93,16 @@ def mix(out: Tensor, table: Tensor, order: list[int], weights: Floats) -> None:
 def mix_and_remember(
     out: Tensor, table: Tensor, order: list[int], weights: Floats, vector: Tensor, kept: Tensor, trend: Trend
 ) -> Floats:
-    """The same, and for a vector, which may be the new out: a copy, and inner products with rows, itself and trend."""
+    """The same, and for a vector, which may be the new out: a copy, and inner products with rows, itself and trend.
+
+    The newest release of the trend is the first row in order.
+    """
     _refuse_other_sizes(table, out, vector, kept, trend.value)
     library = _library(table, out, vector, trend.value)
     if library is not None:
         products = (c_double * (len(order) + 2))()
-        newest = None if trend.newest is None else trend.newest.data_ptr()
-        remember = vector.data_ptr(), products, kept.data_ptr(), trend.value.data_ptr(), newest, trend.gamma
+        gamma = 0.0 if trend.newest is None else trend.gamma  # a trend that has followed it already stays
+        remember = vector.data_ptr(), products, kept.data_ptr(), trend.value.data_ptr(), gamma
         _compiled(library, out, table, order, weights, *remember)
         trend.newest = None
         return list(products)
@@ -123,7 +126,7 @@ def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weigh
         count,
         out.numel(),
         (c_float * count)(*weights),
-        *(remember or (None, None, None, None, None, 0.0)),
+        *(remember or (None, None, None, None, 0.0)),
     )
     torch.autograd.graph.increment_version(out)  # PyTorch has not seen the writing
 

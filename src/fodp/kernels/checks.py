@@ -1,6 +1,7 @@
 """Whether a compiled library does what its sources say: every loop against NumPy, in float64."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -40,33 +41,35 @@ def _keystream_right(found: ctypes.CDLL) -> bool:
 
 
 def _recalls_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
-    table, out, trend = (numbers.standard_normal(shape, np.float32) for shape in ((12, 5003), 5003, 5003))
-    weights, order = numbers.standard_normal(11, np.float32), np.array([4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6], np.uintp)
+    table = numbers.standard_normal((12, 5003), np.float32)
     halves = (table.view(np.uint32) >> 16).astype(np.uint16)
     cut = (halves.astype(np.uint32) << 16).view(np.float32)
-    loops = (
-        (found.fodp_recall, found.fodp_follow, table.copy(), table, 1e-5, 0.3),
-        (found.fodp_recall_bfloat16, found.fodp_follow_bfloat16, halves, cut, 2.0**-8, 0.7),
+    whole = found.fodp_recall, found.fodp_follow, table.copy(), table, 1e-5, 0.3
+    rounded = found.fodp_recall_bfloat16, found.fodp_follow_bfloat16, halves, cut, 2.0**-8, 0.7
+    return all(_recall_right(loops, itself, numbers) for loops in (whole, rounded) for itself in (True, False))
+
+
+def _recall_right(loops: tuple[Any, ...], itself: bool, numbers: np.random.Generator) -> bool:
+    """What is remembered is the result itself, or another vector."""
+    recall, follow, kept, values, rounding, gamma = loops
+    out, trend, other = numbers.standard_normal((3, 5003), np.float32)
+    weights, order = numbers.standard_normal(11, np.float32), np.array([4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6], np.uintp)
+    mixed = out + weights.astype(np.float64) @ values[order]
+    followed = trend + gamma * (values[4].astype(np.float64) - trend)
+    result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.empty(13)
+    vector, about = (result, mixed) if itself else (other, other.astype(np.float64))
+    rows = kept.ctypes.data, 5003, order.ctypes.data, 11, 5003, weights.ctypes.data
+    remember = (a.ctypes.data for a in (vector, products, kept[5], moved))
+    recall(result.ctypes.data, *rows, *remember, gamma)
+    follow(alone.ctypes.data, kept[4].ctypes.data, gamma, 5003)
+    written = kept[5] if kept.dtype == np.float32 else (kept[5].astype(np.uint32) << 16).view(np.float32)
+    return (
+        np.allclose(result, mixed, rtol=1e-5, atol=1e-5)
+        and np.allclose(products, [*(values[order] @ about), about @ about, followed @ about], rtol=1e-4, atol=1e-1)
+        and np.allclose(written, vector, rtol=rounding, atol=0)
+        and np.allclose(moved, followed, rtol=1e-5, atol=1e-5)
+        and np.array_equal(moved, alone)
     )
-    for recall, follow, kept, values, rounding, gamma in loops:
-        mixed = out + weights.astype(np.float64) @ values[order]
-        followed = trend + gamma * (values[4].astype(np.float64) - trend)
-        result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.empty(13)
-        rows, address = (kept.ctypes.data, 5003, order.ctypes.data, 11), result.ctypes.data
-        remember = address, products.ctypes.data, kept[5].ctypes.data, moved.ctypes.data, kept[4].ctypes.data, gamma
-        recall(address, *rows, 5003, weights.ctypes.data, *remember)
-        follow(alone.ctypes.data, kept[4].ctypes.data, gamma, 5003)
-        written = kept[5] if kept.dtype == np.float32 else (kept[5].astype(np.uint32) << 16).view(np.float32)
-        right = (
-            np.allclose(result, mixed, rtol=1e-5, atol=1e-5)
-            and np.allclose(products, [*(values[order] @ mixed), mixed @ mixed, followed @ mixed], rtol=1e-4, atol=1e-1)
-            and np.allclose(written, result, rtol=rounding, atol=0)
-            and np.allclose(moved, followed, rtol=1e-5, atol=1e-5)
-            and np.array_equal(moved, alone)
-        )
-        if not right:
-            return False
-    return True
 
 
 def _squares_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:

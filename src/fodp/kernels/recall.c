@@ -3,12 +3,16 @@
 
 #define CHUNK 4096 /* columns: forty rows of them stay in a core's second cache */
 #define AHEAD 1024 /* columns: far enough to have arrived when they are asked for */
+#define APART static __attribute__((noinline)) void /* loops that share a function also share its registers */
 #define EIGHT _Pragma("GCC unroll 8") for (size_t j = 0; j < 8; j++)
 #define ALL_PARTS _Pragma("GCC unroll 2") for (size_t p = 0; p < PARTS; p++)
 
 typedef struct { floats part[1]; } one;
 typedef struct { floats part[2]; } two;
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+/* How many of m entries the p-th part has. */
+static inline size_t share(size_t m, size_t p) { return m > p * LANES ? least(m - p * LANES, LANES) : 0; }
 
 static inline floats part(const float *entries, size_t p, size_t m) {
     floats x = {0};
