@@ -15,6 +15,7 @@ import fodp
 from fodp import kernels
 from fodp.clipping import FLOAT_TOLERANCE
 from fodp.clipping.norms import add_squared_norms, limits, roots
+from fodp.clipping.products import add_product
 from fodp.clipping.tables import Rows
 from fodp.clipping.uses import Dense, Outer, Product
 from fodp.keystream import MARGIN, keystream
@@ -150,6 +151,50 @@ def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, refe
             np.testing.assert_allclose(products, expected, rtol=1e-6, atol=tolerance)
             alone = Trend(trend.clone(), table[order[0]], 0.3)
             assert torch.equal(alone.settle(), moved.value)  # a checkpoint in between changes no bit
+
+
+@needs_compiler
+@pytest.mark.rule(4)
+@pytest.mark.parametrize("examples", [1, 2, 33])
+@pytest.mark.parametrize("fan_in", [1, 47, 48, 49, 100, 3072])
+@pytest.mark.parametrize("fan_out", [1, 7, 8, 9, 64])
+def test_the_weighted_product_is_that_of_the_reference(examples, fan_in, fan_out, reference):
+    generator = torch.Generator().manual_seed(examples + fan_in + fan_out)
+    inputs, back = (
+        torch.randn(examples, fan_in, generator=generator),
+        torch.randn(examples, fan_out, generator=generator),
+    )
+    weights, start = torch.rand(examples, generator=generator), torch.randn(fan_out, fan_in, generator=generator)
+    flat = torch.full((fan_out * fan_in + 2,), 7.0)  # what lies beside the result stays
+    exact = (weights.double().unsqueeze(1) * back.double()).t() @ inputs.double()
+    for compiled in (True, False):
+        if not compiled:
+            reference()
+        for accumulate in (False, True):
+            out = flat[1:-1].view(fan_out, fan_in).copy_(start)
+            add_product(out, inputs, back, weights, accumulate)
+            expected = exact + start.double() if accumulate else exact
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+            assert flat[0] == flat[-1] == 7.0
+
+
+@needs_compiler
+def test_the_weighted_product_leaves_several_threads_and_large_layers_to_the_library(monkeypatch):
+    """It has one thread, and its tiles must stay in the cache."""
+    needs_wide_registers()
+    calls, inner = [], kernels.library().fodp_product
+    monkeypatch.setattr(kernels.library(), "fodp_product", lambda *given: calls.append(1) or inner(*given))
+
+    def product(examples: int, width: int) -> int:
+        calls.clear()
+        one = torch.ones(examples, width)
+        add_product(torch.empty(width, width), one, one, torch.ones(examples), False)
+        return len(calls)
+
+    assert product(20, 30) == 1
+    assert product(20_000, 30) == 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert product(20, 30) == 0
 
 
 def norms(uses, squares: torch.Tensor) -> torch.Tensor:
@@ -364,6 +409,26 @@ def test_a_keystream_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
     if not kernels.library().fodp_keystream(None, 0, bytes(32), 0):
         pytest.skip("this processor lacks the instructions (VAES), so the loop is not compiled")
     refuses(monkeypatch, right, wrong)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("= weights[i] * back[i", "= back[i"),  # nobody clipped
+        ("total[r][v] += back[i * stride + r]", "total[r][v] += back[i * stride]"),  # one row for eight
+        ("if (accumulate) for", "if (0) for"),
+        ("inputs + i * fan_in + at, sizeof(float) * width", "inputs + i * fan_in, sizeof(float) * width"),
+    ],
+)
+def test_a_product_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
+    needs_wide_registers()
+    refuses(monkeypatch, right, wrong)
+
+
+def needs_wide_registers() -> None:
+    if not kernels.library().fodp_product(*[None] * 4, 0, 0, 0, 0, None):
+        pytest.skip("this processor lacks AVX-512, so the loop is not compiled")
 
 
 def refuses(monkeypatch, right: str, wrong: str) -> None:

@@ -22,7 +22,7 @@ def add_squared_norms(uses: Uses, squares: Tensor) -> Tensor:
 
 def roots(squares: Tensor) -> tuple[Tensor, bool]:
     """The roots, in place, and whether all are known to be finite: an accelerator would make us wait for that."""
-    library = kernels.library() if _plain(squares) else None
+    library = kernels.library_for(squares)
     if library is not None:
         return squares, bool(library.fodp_roots(squares.data_ptr(), len(squares)))
     squares.sqrt_()
@@ -33,7 +33,7 @@ def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
     """The largest weights, up to `most`, that keep every weighted norm within the bound."""
     # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
     smallest = torch.finfo(norms.dtype).tiny ** 0.25
-    library = kernels.library() if _plain(norms) else None
+    library = kernels.library_for(norms)
     if library is None:
         return norms.clamp(min=smallest).reciprocal_().mul_(bound).clamp_(max=most)
     out = torch.empty_like(norms)
@@ -43,13 +43,13 @@ def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
 
 def _add_compiled(uses: Uses, squares: Tensor) -> Uses:
     """Add the squares of rows and of outer products of rows in one call, instead of dozens; returns the other uses."""
-    library = kernels.library() if _plain(squares) else None
+    library = kernels.library_for(squares)
     if library is None:
         return uses
     examples, others, places, widths, factors = len(squares), [], [], [], []
     for use, b in uses:
         rows = _rows(use)
-        if not rows or not all(map(_plain, rows)):
+        if not rows or not kernels.can_read(*rows):
             others.append((use, b))
             continue
         places += [row.data_ptr() for row in rows] + [None] * (2 - len(rows))
@@ -66,9 +66,3 @@ def _rows(use: Use) -> tuple[Tensor, ...]:
     if type(use) is Product:
         return use.inputs, use.back
     return (use.gradients,) if type(use) is Dense else ()
-
-
-def _plain(tensor: Tensor) -> bool:
-    """What the compiled pass reads: some float32 in main memory, side by side; nothing has no address."""
-    kind = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    return kind and tensor.numel() > 0 and tensor.is_contiguous()

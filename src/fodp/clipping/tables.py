@@ -107,5 +107,4 @@ def _scattered(out: Tensor, indices: Tensor, back: Tensor, weights: Tensor) -> b
 
 def _plain(indices: Tensor, *floats: Tensor) -> bool:
     """What the compiled passes read: 64-bit indices and float32, in main memory and side by side."""
-    usual = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in floats)
-    return usual and indices.dtype == torch.int64 and indices.is_contiguous()
+    return kernels.can_read(*floats) and indices.dtype == torch.int64 and indices.is_contiguous()

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fodp.clipping.products import add_product
+
 # Temporaries are cut into chunks of examples with at most this many entries (8 MiB of float32): they stay in the
 # processor's last cache, and the memory of one is used again for the next.
 CHUNK_ENTRIES = 1 << 21
@@ -108,13 +110,7 @@ class Product:
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
-        back, inputs = self.back * weights.unsqueeze(1), self.inputs
-        if inputs.dtype != out.dtype or back.dtype != out.dtype:
-            back, inputs = back.to(out.dtype), inputs.to(out.dtype)
-        if accumulate:
-            out.addmm_(back.t(), inputs)
-        else:
-            torch.mm(back.t(), inputs, out=out)
+        add_product(out, self.inputs, self.back, weights, accumulate)
 
     def dense(self) -> Tensor:
         """[B, fan_out, fan_in]."""

@@ -1,6 +1,6 @@
 """Hot loops in C, compiled once per machine where a C compiler exists: keystreams (`keystream.c`), normals
-(`normals.c`), the pass over a memory (`recall.c`), norms of gradients (`norms.c`), and norms and sums of an
-embedding's (`tables.c`).
+(`normals.c`), the pass over a memory (`recall.c`), norms of gradients (`norms.c`), their weighted sum in a
+linear layer (`products.c`), and norms and sums of an embedding's (`tables.c`).
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
 in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 from fodp.kernels.checks import is_right
 
@@ -48,12 +50,26 @@ def library() -> ctypes.CDLL | None:
         found.fodp_roots.argtypes = [pointer, size]
         found.fodp_limits.argtypes = [pointer, pointer, size, *[ctypes.c_float] * 3]
         found.fodp_limits.restype = None
+        found.fodp_product.argtypes = [*[pointer] * 4, size, size, size, ctypes.c_int, pointer]
         found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
         found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
         found.fodp_table_squares.restype = None
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):  # RuntimeError: no home folder
         return None
     return found if is_right(found) else None
+
+
+def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled library, None also if it cannot read these tensors."""
+    return library() if can_read(*tensors) else None
+
+
+def can_read(*tensors: torch.Tensor) -> bool:
+    """Whether compiled loops can: some float32 in main memory, side by side; nothing has no address."""
+    return all(
+        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.is_contiguous()
+        for tensor in tensors
+    )
 
 
 def _compiled() -> Path:

@@ -26,6 +26,7 @@ def is_right(found: ctypes.CDLL) -> bool:
         _keystream_right(found),
         _recalls_right(found, numbers),
         _squares_right(found, numbers),
+        _product_right(found, numbers),
         _tables_right(found, numbers),
     )
     return normals_right and all(others)
@@ -90,6 +91,19 @@ def _squares_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
         and np.allclose(squares, norms, rtol=1e-6)
         and np.allclose(limits, np.minimum(20 / np.maximum(norms, 15), 1.2), rtol=1e-6)
     )
+
+
+def _product_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
+    """Two tiles and a part of one in both directions, written and then added."""
+    inputs, back = numbers.standard_normal((9, 107), np.float32), numbers.standard_normal((9, 19), np.float32)
+    weights, out, scratch = numbers.standard_normal(9, np.float32), np.empty((19, 107), np.float32), np.empty(9 * 75)
+    expected = back.T.astype(np.float64) * weights @ inputs
+    for times in (1, 2):
+        vectors = (a.ctypes.data for a in (out, inputs, back, weights))
+        made = found.fodp_product(*vectors, 9, 107, 19, times - 1, scratch.ctypes.data)
+        if made and not np.allclose(out, times * expected, rtol=1e-5, atol=1e-5):
+            return False
+    return True
 
 
 def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
