@@ -9,10 +9,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import fodp
+from fodp import sampling
 from fodp.accounting import Event, Phase
 from fodp.flat import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
+from fodp.sampling import Fetcher
 
 
 def problem(size: int = 60, seed: int = 0):
@@ -63,6 +65,35 @@ def test_a_secure_run_never_repeats():
 def test_speed_knobs_do_not_change_the_mechanism(method, options):
     expected = train(*problem(), plan(method=method))
     assert torch.allclose(train(*problem(), plan(method=method), **options), expected, atol=1e-4)
+
+
+@pytest.fixture
+def fetched_in_fives(monkeypatch):
+    """Lots of more than five records are fetched in parts; the list collects how many were fetched at a time."""
+    counts = []
+    fetch = Fetcher.fetch
+    monkeypatch.setattr(sampling, "_FETCHED_AT_ONCE", 5 * 6)
+    monkeypatch.setattr(Fetcher, "fetch", lambda self, rows: counts.append(len(rows)) or fetch(self, rows))
+    return counts
+
+
+@pytest.mark.rule(9)
+@pytest.mark.parametrize("options", [dict(), dict(engine="loop"), dict(microbatch=2)])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_lots_fetched_in_parts_do_not_change_the_mechanism(method, options, request):
+    expected = train(*problem(), plan(method=method))
+    counts = request.getfixturevalue("fetched_in_fives")
+    assert torch.allclose(train(*problem(), plan(method=method), **options), expected, atol=1e-4)
+    assert 1 < max(counts) <= 5
+
+
+def test_a_lot_is_augmented_as_a_whole(fetched_in_fives):
+    """What an augmentation draws must not depend on how the lot is split."""
+    sizes = []
+    train(*problem(), plan(), augment=lambda batch: sizes.append(len(batch[0])) or batch, copies=2)
+    assert len(sizes) == 20
+    assert max(sizes) > 10
+    assert sizes == [2 * count for count in fetched_in_fives]
 
 
 @pytest.mark.rule(2)

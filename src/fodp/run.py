@@ -13,7 +13,7 @@ from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
 from fodp.buffers import KeptBuffers
-from fodp.clipping.batches import Batch, repeat
+from fodp.clipping.batches import Batch, Parts, repeat
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.filters import Filter
@@ -125,14 +125,19 @@ class Run:
         factors, one per parameter, that scale its part of every gradient.
         """
         place = self._place(lot)
-        batch = repeat(self._fetcher.fetch(lot.indices), self._copies)
-        if self._augment is not None:
-            batch = self._augment(batch)
-        asked = Gradients(self.engine, batch, at, self._copies, self._microbatch, lot, ascent=ascent)
+        asked = Gradients(self.engine, self._batch(lot.indices), at, self._copies, self._microbatch, lot, ascent=ascent)
         if blocks is not None:
             asked = asked.scaled(blocks)
         self._asked[place] = asked
         return asked
+
+    def _batch(self, indices: Tensor) -> Batch:
+        at_once = self._fetcher.rows_at_once
+        if self._augment is not None:  # of the whole lot: what it draws must not depend on how the lot is split
+            return self._augment(repeat(self._fetcher.fetch(indices), self._copies))
+        if self._copies == 1 and at_once is not None and len(indices) > at_once:
+            return Parts(len(indices), at_once, lambda rows: self._fetcher.fetch(indices[rows]))
+        return repeat(self._fetcher.fetch(indices), self._copies)
 
     def release(self, lot: Lot, query: Query, std: float) -> Tensor:
         """query + N(0, std²): charged to its lot, jointly with what that lot has released before."""

@@ -20,6 +20,10 @@ from fodp._checks import PrivacyError
 
 Collate = Callable[[list[Any]], Any]
 
+# Entries of tensors that are gathered at once, of lots far larger than usual: a larger piece of memory is asked of
+# the system anew each time, page by page, which takes longer than all that is done with it.
+_FETCHED_AT_ONCE = 2**22
+
 
 class WordStreams(Protocol):
     """What sampling needs of `fodp.noise.Streams`: independent uniform 64-bit words per (step, name)."""
@@ -135,6 +139,8 @@ class Fetcher:
         self._records = _records(dataset)
         self._columns = _columns(dataset) if collate_fn is None else None
         self._collate = LotCollate(dataset, collate_fn)
+        # How many records to fetch at a time, None where that is not known beforehand.
+        self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
 
     def fetch(self, indices: torch.Tensor) -> Any:
         """The batch of these records, in memory of its own."""
@@ -179,6 +185,11 @@ def _common_length(columns: tuple[torch.Tensor, ...]) -> int:
     if len(lengths) != 1 or lengths == {()}:
         raise PrivacyError("the tensors of a data set must share their leading dimension, the records")
     return lengths.pop()[0]
+
+
+def _rows_of(columns: tuple[torch.Tensor, ...], entries: int) -> int:
+    """How many records have so many entries."""
+    return max(1, entries // max(1, sum(math.prod(column.shape[1:]) for column in columns)))
 
 
 def _columns(dataset: Any) -> tuple[torch.Tensor, ...] | None:

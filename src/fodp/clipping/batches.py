@@ -1,6 +1,7 @@
 """Batches: whatever loss_fn understands, a tensor or a tuple, list or dict of them, examples first."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +11,19 @@ from fodp._checks import PrivacyError
 Batch = Any
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A large batch that is fetched as it is worked on, best `at_once` rows at a time."""
+
+    size: int
+    at_once: int
+    fetch: Callable[[slice | Tensor], Batch]
+
+
 def batch_size(batch: Batch) -> int:
     """How many rows a batch has: the common first dimension of its tensors."""
+    if isinstance(batch, Parts):
+        return batch.size
     if type(batch) is tuple and all(type(part) is Tensor and part.dim() for part in batch):
         usual = {part.shape[0] for part in batch}  # without the recursion
         if len(usual) == 1:
@@ -24,7 +36,14 @@ def batch_size(batch: Batch) -> int:
 
 def take(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch, a slice as views."""
+    if isinstance(batch, Parts):
+        return batch.fetch(rows)
     return _each(batch, lambda tensor: tensor[rows])
+
+
+def rows_at_once(batch: Batch) -> int:
+    """How many rows to take at a time: all, of a batch that is there."""
+    return batch.at_once if isinstance(batch, Parts) else batch_size(batch)
 
 
 def repeat(batch: Batch, copies: int) -> Batch:

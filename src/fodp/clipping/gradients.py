@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clipping.ascent import ascended_gradients
-from fodp.clipping.batches import Batch, batch_size, take
+from fodp.clipping.batches import Batch, batch_size, rows_at_once, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.norms import add_squared_norms, limits, roots
 from fodp.clipping.uses import HELD_ENTRIES, Dense, Use
@@ -130,8 +130,9 @@ class Gradients:
     def _at_once(self, examples: int) -> int:
         if self.microbatch is not None:
             return self.microbatch
-        rows = self.engine.most_rows(self.batch) if examples and not self.ascent else None
-        return max(1, examples if rows is None else rows // self.copies)
+        rows = rows_at_once(self.batch)
+        recorded = self.engine.most_rows(self.batch) if examples and not self.ascent else None
+        return max(1, (rows if recorded is None else min(rows, recorded)) // self.copies)
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout

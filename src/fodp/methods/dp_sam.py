@@ -69,5 +69,5 @@ class DPSAM(DPSGD):
         up = run.draw(name="ascent")
         a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
         lot = run.draw()
-        here = run.gradients(lot) if rho == 0 else run.gradients(lot, at=((1.0, a * (rho / (a.norm() + 1e-16))),))
+        here = run.gradients(lot) if rho == 0 else run.gradients(lot, at=((1.0, a.mul_(rho / (a.norm() + 1e-16))),))
         return run.release(lot, here.clipped_sum(run.clip_norm), std)
