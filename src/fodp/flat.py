@@ -82,4 +82,5 @@ class GradientBuffer:
         """Give every parameter its part of release / divisor."""
         torch.mul(release, 1 / divisor, out=self._buffer)
         for parameter, view in zip(self._layout.parameters, self._views, strict=True):
-            parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+            if parameter.grad is not view:
+                parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)

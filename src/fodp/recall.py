@@ -177,11 +177,9 @@ def _refuse_other_sizes(table: Tensor, *vectors: Tensor) -> None:
 
 def _library(table: Tensor, *vectors: Tensor) -> CDLL | None:
     """The compiled pass, if it can read these: a table of float32 or bfloat16, vectors of float32, in main memory."""
-    kinds = (torch.float32, torch.bfloat16)
-    plain = table.dtype in kinds and all(vector.dtype == torch.float32 for vector in vectors)
-    if plain and all(t.device.type == "cpu" and t.stride(-1) == 1 for t in (table, *vectors)):
-        return kernels.library()
-    return None
+    if table.dtype not in (torch.float32, torch.bfloat16) or not table.is_cpu or table.stride(-1) != 1:
+        return None
+    return kernels.library_for(*vectors)
 
 
 def _is_narrow(table: Tensor) -> bool:

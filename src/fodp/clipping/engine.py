@@ -178,7 +178,7 @@ class Engine:
         gradients = iter(_backward(losses, edges) if edges else ())
         for call in calls:
             found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
-            back = [(index, g.reshape(shape)) for index, g, shape in found if g is not None]
+            back = [(i, g if g.shape == shape else g.reshape(shape)) for i, g, shape in found if g is not None]
             if not back:
                 continue  # this call did not reach the loss
             if call.versions != _versions(call.args, call.kwargs):

@@ -77,7 +77,8 @@ class Dense:
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One vector-matrix product."""
-        flat, target = self.gradients.flatten(1), out.view(-1)
+        flat = self.gradients if self.gradients.dim() == 2 else self.gradients.flatten(1)
+        target = out if out.dim() == 1 else out.view(-1)
         if flat.dtype != out.dtype or weights.dtype != out.dtype:
             flat, weights = flat.to(out.dtype), weights.to(out.dtype)
         if accumulate:

@@ -66,10 +66,10 @@ def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
 
 def can_read(*tensors: torch.Tensor) -> bool:
     """Whether compiled loops can: some float32 in main memory, side by side; nothing has no address."""
-    return all(
-        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    for tensor in tensors:  # no generator: this is asked a dozen times in every step
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.numel() == 0 or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def _compiled() -> Path:
