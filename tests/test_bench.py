@@ -189,14 +189,46 @@ class TestMeasuring:
     def test_a_peer_that_fails_is_named_and_the_others_go_on(self):
         peer = Contender("opacus nonsense", "opacus", dict(mode="nonsense"))
         plain = next(c for c in CONTENDERS if c.name == PLAIN)
-        measured = measure.table("embedding", [peer, plain], 1, 0.01, 1, lambda text: None)
+        measured = measure.table("embedding", [peer, plain], 2, 1, 0.01, 1, lambda text: None)
         assert set(measured["contenders"]) == {PLAIN}
         assert "Error" in measured["failed"]["opacus nonsense"]
+
+    def test_every_round_has_new_processes(self, monkeypatch):
+        """What chance does to a process is not taken for its speed; memory is that of the first, which settled."""
+        made = []
+
+        class Process:
+            parameters, idle_mb, wall_seconds, processor_seconds, fastest = 1, 1.0, 1.0, 1.0, 1.0
+
+            def __init__(self, spec):
+                made.append(self)
+                self.asked, self.closed = [], False
+                self.seconds = float(len(made))  # some are slower than others, always
+
+            def wait_until_ready(self):
+                pass
+
+            def steps(self, count):
+                assert not self.closed
+                self.asked.append(count)
+                self.peak_mb = float(sum(self.asked))
+                return [self.seconds] * count
+
+            def close(self):
+                self.closed = True
+
+        monkeypatch.setattr(measure, "Worker", Process)
+        plain = next(c for c in CONTENDERS if c.name == PLAIN)
+        row = measure.table("embedding", [plain], 4, 3, 2.0, 33, lambda text: None)["contenders"][PLAIN]
+        assert row["milliseconds"] == [1000.0, 2000.0, 3000.0, 4000.0]
+        assert row["peak_mb"] == 33 + 3 * 2
+        assert [process.asked for process in made] == [[33, 2, 2, 2]] + 3 * [[plain.warm_up, 2, 2, 2]]
+        assert all(process.closed for process in made)
 
     def test_a_contender_of_ours_that_fails_stops_everything(self):
         broken = Contender("broken", "private", dict(method="no-such-method", seed=0, params={}))
         with pytest.raises(measure.WorkerError, match="no-such-method"):
-            measure.table("embedding", [broken], 1, 0.01, 1, lambda text: None)
+            measure.table("embedding", [broken], 1, 1, 0.01, 1, lambda text: None)
 
 
 class TestResults:

@@ -1,4 +1,4 @@
-"""Interleaved rounds over worker processes, and statistics of paired ratios."""
+"""Rounds over worker processes, whose steps are interleaved, and statistics of paired ratios."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fodp.bench.contenders import Contender
@@ -20,6 +21,7 @@ ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
 }
 BURST_SECONDS, LONGEST_BURST = 0.4, 30
+TURNS = 3  # in a round
 
 
 class WorkerError(RuntimeError):
@@ -43,6 +45,7 @@ class Worker:
             self._stay_on_one_core()
         self.parameters = 0
         self.processor_seconds = self.wall_seconds = 0.0
+        self.fastest = math.inf  # seconds of a step
         self.idle_mb: float | None = None
         self.peak_mb: float | None = None
 
@@ -69,6 +72,7 @@ class Worker:
         self.peak_mb = said["peak_mb"]
         self.processor_seconds += sum(said["seconds"])
         self.wall_seconds += said["wall"]
+        self.fastest = min(self.fastest, *said["seconds"])
         return list(said["seconds"])
 
     def _answer(self) -> dict[str, Any]:
@@ -88,59 +92,94 @@ class Worker:
 
 
 def interleaved(
-    specs: dict[str, dict[str, Any]], warm_up: dict[str, int], rounds: int, burst_seconds: float, report: Report
+    specs: dict[str, dict[str, Any]],
+    warm_up: dict[str, int],
+    rounds: int,
+    turns: int,
+    burst_seconds: float,
+    report: Report,
+    settle: dict[str, int] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Worker], dict[str, str]]:
-    """Median seconds per step of every round of every contender; the closed workers; who failed and why.
+    """Seconds per step of every contender in every round; the closed workers of the first; who failed and why.
 
-    In each round every contender takes a burst of steps, in a new order; nothing else runs meanwhile. A burst,
-    because training runs with warm caches: another contender's leftovers are not its cost.
+    Before they are timed all take their `warm_up` steps, in the first round those of `settle`.
+
+    Every round has new processes: where its memory happens to lie makes a process faster or slower by several
+    percent for all its life, so turns of one process agree with each other more than with the truth.
     """
-    workers = {name: Worker(spec) for name, spec in specs.items()}
-    bursts: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in specs}
+    first: dict[str, Worker] = {}
     failed: dict[str, str] = {}
-    try:
-        for name, worker in workers.items():  # all are ready before the first is timed
-            report(f"starting {name}")
-            try:
-                worker.wait_until_ready()
-            except WorkerError as error:
-                failed[name] = str(error)
-        for name, worker in workers.items():
-            if name in failed:
-                continue
-            report(f"warming up {name}")
-            try:
-                seconds = worker.steps(warm_up[name])[-3:]
-            except WorkerError as error:
-                failed[name] = str(error)
-                continue
-            bursts[name] = max(2, min(LONGEST_BURST, round(burst_seconds / min(seconds))))
-        times: dict[str, list[float]] = {name: [] for name in bursts}
-        order = random.Random(0)
-        for number in range(rounds):
-            for name in order.sample(list(bursts), len(bursts)):
-                report(f"round {number + 1} of {rounds}: {name}")
-                times[name].append(statistics.median(workers[name].steps(bursts[name])))
-    finally:
-        for worker in workers.values():
-            worker.close()
-    return times, workers, failed
+    for number in range(rounds):
+        workers = {name: Worker(spec) for name, spec in specs.items() if name not in failed}
+        first = first or workers
+        try:
+            failed |= _warmed_up(workers, warm_up if number or settle is None else settle, report)
+            ready = {name: worker for name, worker in workers.items() if name not in failed}
+            found = _turns(ready, turns, burst_seconds, random.Random(number), partial(_said, report, number, rounds))
+        finally:
+            for worker in workers.values():
+                worker.close()
+        for name, seconds in found.items():
+            times[name].append(seconds)
+    return {name: seconds for name, seconds in times.items() if name not in failed}, first, failed
+
+
+def _said(report: Report, number: int, rounds: int, text: str) -> None:
+    report(f"round {number + 1} of {rounds}: {text}")
+
+
+def _warmed_up(workers: dict[str, Worker], warm_up: dict[str, int], report: Report) -> dict[str, str]:
+    """Who failed, and why; all others are ready before the first is timed."""
+    failed = {}
+    for name, worker in workers.items():
+        report(f"starting {name}")
+        try:
+            worker.wait_until_ready()
+            worker.steps(warm_up[name])
+        except WorkerError as error:
+            failed[name] = str(error)
+    return failed
+
+
+def _turns(
+    workers: dict[str, Worker], turns: int, burst_seconds: float, order: random.Random, report: Report
+) -> dict[str, float]:
+    """Median seconds per step. In each turn every contender takes a burst of steps, in a new order, and nothing else
+    runs meanwhile. A burst, because training runs with warm caches: another contender's leftovers are not its cost.
+    """
+    bursts: dict[str, list[float]] = {name: [] for name in workers}
+    for _ in range(turns):
+        for name in order.sample(list(workers), len(workers)):
+            report(name)
+            count = max(2, min(LONGEST_BURST, round(burst_seconds / workers[name].fastest)))
+            bursts[name].append(statistics.median(workers[name].steps(count)))
+    return {name: statistics.median(medians) for name, medians in bursts.items()}
 
 
 def table(
-    workload: str, contenders: Sequence[Contender], rounds: int, burst_seconds: float, settle: int, report: Report
+    workload: str,
+    contenders: Sequence[Contender],
+    rounds: int,
+    turns: int,
+    burst_seconds: float,
+    settle: int,
+    report: Report,
 ) -> dict[str, Any]:
     """All contenders on one workload: times by round, memory, and which peers could not take part.
 
-    Plain training and this library take at least `settle` steps first: memory is comparable after as many lots.
+    Plain training and this library take at least `settle` steps in the first round, before their memory is
+    looked at: it is comparable after as many lots.
     """
     named = {c.name: c for c in contenders if workload in c.workloads}
     times, workers, failed = interleaved(
         {name: c.spec(workload) for name, c in named.items()},
-        {name: c.warm_up if c.is_peer else max(c.warm_up, settle) for name, c in named.items()},
+        {name: c.warm_up for name, c in named.items()},
         rounds,
+        turns,
         burst_seconds,
         lambda text: report(f"{workload}: {text}"),
+        {name: c.warm_up if c.is_peer else max(c.warm_up, settle) for name, c in named.items()},
     )
     ours = [f"{name}: {why}" for name, why in failed.items() if not named[name].is_peer]
     if ours:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   fodp bench --quick --no-peers --workload mlp        a first impression in half a minute
-  fodp bench --all --out runs/bench                   everything, for docs/performance.md (about half an hour)
+  fodp bench --all --out runs/bench                   everything, for docs/performance.md (about an hour)
   fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
 
 Peers take part where installed: pip install "fodp[bench]". Parts measured one after the other with the same --out
@@ -30,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp bench`."""
     add = parser.add_argument
     add("--workload", action="append", metavar="NAME", help=f"{', '.join(TITLES)}; may be repeated, default all")
-    add("--rounds", type=int, metavar="N", help="interleaved rounds, default 15 (quick: 3)")
+    add("--rounds", type=int, metavar="N", help="rounds, each with new processes, default 9 (quick: 2)")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="also measure Opacus and JAX-Privacy")
     add("--quick", action="store_true", help="few rounds of short bursts, no memory at large batches")
     part = parser.add_mutually_exclusive_group()
@@ -67,34 +67,34 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any]]:
-    from fodp.bench.measure import BURST_SECONDS
+    from fodp.bench.measure import BURST_SECONDS, TURNS
     from fodp.bench.paper_run import paper_run
     from fodp.bench.scaling import scaling
 
-    rounds = whole("--rounds", options.rounds if options.rounds is not None else 3 if options.quick else 15)
-    burst_seconds = BURST_SECONDS / 8 if options.quick else BURST_SECONDS
+    rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
+    turns, burst_seconds = (1, BURST_SECONDS / 8) if options.quick else (TURNS, BURST_SECONDS)
     names = options.workload or list(TITLES)
     unknown = [name for name in names if name not in TITLES]
     if unknown:
         raise PrivacyError(f"--workload must be one of {', '.join(TITLES)}; got {unknown[0]!r}")
     if not options.scaling and not options.paper_run:
         for name in names:
-            yield {"workloads": {name: _workload(name, options, rounds, burst_seconds, say)}}
+            yield {"workloads": {name: _workload(name, options, rounds, turns, burst_seconds, say)}}
     if options.scaling or options.all:
-        yield {"scaling": scaling(rounds, burst_seconds, say)}
+        yield {"scaling": scaling(2 if options.quick else 15, burst_seconds, say)}
     if options.paper_run or options.all:
         yield {"paper_run": paper_run(1 if options.quick else 3, say)}
 
 
 def _workload(
-    name: str, options: argparse.Namespace, rounds: int, burst_seconds: float, say: "Report"
+    name: str, options: argparse.Namespace, rounds: int, turns: int, burst_seconds: float, say: "Report"
 ) -> dict[str, Any]:
     from fodp.bench.contenders import CONTENDERS
     from fodp.bench.measure import peak_memory, table
     from fodp.bench.workloads import WORKLOADS
 
     taking_part = [c for c in CONTENDERS if options.peers or not c.is_peer]
-    measured = table(name, taking_part, rounds, burst_seconds, 1 if options.quick else _SETTLE, say)
+    measured = table(name, taking_part, rounds, turns, burst_seconds, 1 if options.quick else _SETTLE, say)
     memory: dict[str, Any] = {}
     for contender in CONTENDERS if not options.quick else ():
         if contender.name in (PLAIN, DP_SGD):
