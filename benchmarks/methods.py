@@ -3,12 +3,15 @@
     make bench-methods
 
 Each method is paired with dp-sgd alone, in interleaved bursts: with all in one process the caches of the others
-would decide. Prints the median of the paired ratios and its middle 80%.
+would decide. Several processes, one after the other, for chance makes each faster or slower for all its life. Prints
+the median of the paired ratios and its middle 80%.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -45,8 +48,8 @@ def paired(mine: Callable[[], None], other: Callable[[], None], rounds: int, cou
     return pairs[1:]
 
 
-def row(name: str, rounds: int) -> dict[str, object]:
-    """One method against dp-sgd, both made anew."""
+def measured(name: str, rounds: int) -> list[tuple[float, float]]:
+    """One method against dp-sgd, both made anew: seconds per step of either in every round."""
     method, _, variant = name.partition(" ")
     step = private(WORKLOADS["mlp"], method, 0, {"variant": variant} if variant else {})[0]
     extra = 0.0
@@ -54,12 +57,18 @@ def row(name: str, rounds: int) -> dict[str, object]:
         usual = burst(step, REFRESH)  # the first step reads all the data, and checks the engine
         extra = (burst(step, 1) - usual) / REFRESH  # this one reads all the data again
     base = private(WORKLOADS["mlp"], "dp-sgd", 0, {})[0]
-    pairs = paired(step, base, rounds, 2 if variant else BURST)
-    ratios = sorted((mine + extra) / other for mine, other in pairs)
+    return [(mine + extra, other) for mine, other in paired(step, base, rounds, 2 if variant else BURST)]
+
+
+def row(name: str, starts: int, rounds: int) -> dict[str, object]:
+    """The same in several processes, and its statistics."""
+    command = [sys.executable, __file__, "--measure", name, "--rounds", str(rounds)]
+    pairs = [pair for _ in range(starts) for pair in json.loads(subprocess.check_output(command))]
+    ratios = sorted(mine / other for mine, other in pairs)
     tenth = len(ratios) // 10
     return {
         "method": name,
-        "milliseconds": 1e3 * (statistics.median(mine for mine, _ in pairs) + extra),
+        "milliseconds": 1e3 * statistics.median(mine for mine, _ in pairs),
         "ratio": statistics.median(ratios),
         "paired_10": ratios[tenth],
         "paired_90": ratios[-1 - tenth],
@@ -79,12 +88,18 @@ def burst(step: Callable[[], None], count: int = BURST) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts (default 8)")
+    parser.add_argument("--starts", type=int, default=3, help="processes per method (default 3)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts in each (default 8)")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
+    parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)  # what each process is asked for
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row(name, options.rounds) for name in options.only or [*METHODS, "dp-sam per-example"]]
+    if options.measure:
+        print(json.dumps(measured(options.measure, options.rounds)))
+        return
+    names = options.only or [*METHODS, "dp-sam per-example"]
+    rows = [row(name, options.starts, options.rounds) for name in names]
     if options.json:
         print(json.dumps(rows))
         return
