@@ -90,7 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=3, help="processes per method (default 3)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts in each (default 8)")
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only")
+    everyone = [*METHODS, "dp-sam per-example"]
+    parser.add_argument("--only", nargs="+", choices=everyone, metavar="METHOD", help="these methods only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
     parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)  # what each process is asked for
     options = parser.parse_args()
@@ -98,8 +99,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measured(options.measure, options.rounds)))
         return
-    names = options.only or [*METHODS, "dp-sam per-example"]
-    rows = [row(name, options.starts, options.rounds) for name in names]
+    rows = [row(name, options.starts, options.rounds) for name in options.only or everyone]
     if options.json:
         print(json.dumps(rows))
         return

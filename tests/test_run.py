@@ -78,7 +78,7 @@ def fetched_in_fives(monkeypatch):
 
 
 @pytest.mark.rule(9)
-@pytest.mark.parametrize("options", [dict(), dict(engine="loop"), dict(microbatch=2)])
+@pytest.mark.parametrize("options", [dict(), dict(engine="loop"), dict(microbatch=2), dict(microbatch=100)])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_lots_fetched_in_parts_do_not_change_the_mechanism(method, options, request):
     expected = train(*problem(), plan(method=method))

@@ -128,9 +128,9 @@ class Gradients:
                 del part  # before the next one is recorded
 
     def _at_once(self, examples: int) -> int:
+        rows = rows_at_once(self.batch)  # fewer than all if they are still to be fetched, whatever the micro-batch
         if self.microbatch is not None:
-            return self.microbatch
-        rows = rows_at_once(self.batch)
+            return max(1, min(self.microbatch, rows // self.copies))
         recorded = self.engine.most_rows(self.batch) if examples and not self.ascent else None
         return max(1, (rows if recorded is None else min(rows, recorded)) // self.copies)
 
