@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import kernels
+from fodp import memory as memory_module
 from fodp.clipping import FLOAT_TOLERANCE
 from fodp.clipping.norms import add_squared_norms, limits, roots
 from fodp.clipping.products import add_product
@@ -21,7 +22,7 @@ from fodp.clipping.uses import Dense, Outer, Product
 from fodp.keystream import MARGIN, keystream
 from fodp.models import cross_entropy
 from fodp.noise import PAIRS, Streams
-from fodp.recall import BLOCK, Recall, Trend, mix, mix_and_remember
+from fodp.recall import BLOCK, Products, Recall, Trend, inner_products, mix, mix_and_remember
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on this machine")
 
@@ -117,6 +118,14 @@ def test_an_index_beyond_the_table_is_refused(index):
         use.add_weighted(torch.zeros(5, 2), torch.ones(1), True)
 
 
+def mutual_products(table: torch.Tensor, order: list[int]) -> Products:
+    """What is known of a window before a pass, each row having been written after those that follow it in order."""
+    products, nobody = Products(len(table)), torch.zeros(table.shape[1])
+    for place, row in enumerate(order):
+        products.put(row, inner_products(table, order[place + 1 :], table[row].float(), nobody))
+    return products
+
+
 @needs_compiler
 @pytest.mark.rule(9)
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 32])
@@ -139,16 +148,17 @@ def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, refe
         for vector in (None, other):  # what is remembered is the result itself, or another vector
             out, kept, moved = start.clone(), table.clone(), Trend(trend.clone(), table[order[0]], 0.3)
             remembered = out if vector is None else vector
-            products = mix_and_remember(out, kept, order, weights.tolist(), remembered, kept[free], moved)
+            products = mutual_products(table, order)
+            mix_and_remember(out, kept, order, weights.tolist(), remembered, free, moved, products)
             assert torch.equal(out, plain)
             assert torch.equal(kept[free], remembered.to(dtype))
             assert torch.equal(kept[order], table[order])
             assert moved.newest is None
             torch.testing.assert_close(moved.value.double(), followed, rtol=1e-5, atol=1e-5)
             about = exact if vector is None else other.double()
-            expected = [*(table[order].double() @ about).tolist(), float(about @ about), float(followed @ about)]
+            expected = [float(about @ about), float(followed @ about), *(table[order].double() @ about).tolist()]
             tolerance = 1e-5 * float(about.norm()) * max(1.0, float(table.double().norm(dim=1).max()))
-            np.testing.assert_allclose(products, expected, rtol=1e-6, atol=tolerance)
+            np.testing.assert_allclose(products.of(free, rows), expected, rtol=1e-6, atol=tolerance)
             alone = Trend(trend.clone(), table[order[0]], 0.3)
             assert torch.equal(alone.settle(), moved.value)  # a checkpoint in between changes no bit
 
@@ -265,26 +275,29 @@ def test_rows_are_rounded_as_pytorch_rounds(reference):
     odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4e38, -3.4e38, 1e-45, 2.0**-126])
     vector = torch.cat([ties, -ties, odd, torch.randn(1000)])
     table, trend = torch.zeros(2, len(vector), dtype=torch.bfloat16), Trend(torch.zeros(len(vector)))
-    mix_and_remember(torch.zeros(len(vector)), table, [0], [1.0], vector, table[1], trend)
+    mix_and_remember(torch.zeros(len(vector)), table, [0], [1.0], vector, 1, trend, Products(2))
     expected = vector.to(torch.bfloat16)
     assert torch.equal(table[1].isnan(), expected.isnan())
     assert torch.equal(table[1].nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
 
 
 def test_what_was_remembered_is_that_vector_and_no_other():
-    table = torch.ones(3, 4)
-    recall = Recall(table, [0, 1], [1.0, 2.0], table[2], Trend(torch.zeros(4)))
+    table, products = torch.ones(3, 4), Products(3)
+    products.put(0, [4.0, 0.0, 4.0])
+    products.put(1, [4.0, 0.0])
+    recall = Recall(table, [0, 1], [1.0, 2.0], 2, Trend(torch.zeros(4)), products)
     out = torch.zeros(4)
     recall.add_to(out, 0.5)
     assert out.tolist() == table[2].tolist() == [1.5] * 4
-    assert recall.remembered(out) == [6.0, 6.0, 9.0, 0.0]
-    assert recall.remembered(out.clone()) is None
+    assert products.of(2, 2) == [9.0, 0.0, 6.0, 6.0]
+    assert recall.has_remembered(out)
+    assert not recall.has_remembered(out.clone())
     Recall(table, [0], [1.0]).add_to(out, 1.0)  # of another memory, perhaps
-    assert recall.remembered(out) is None
+    assert not recall.has_remembered(out)
     recall.add_to(out, 0.5)
-    assert recall.remembered(out) is not None
+    assert recall.has_remembered(out)
     out.mul_(2)
-    assert recall.remembered(out) is None
+    assert not recall.has_remembered(out)
 
 
 def test_what_is_not_counted_is_not_taken_for_unchanged():
@@ -303,16 +316,16 @@ def test_a_memory_of_one_width_takes_releases_of_another():
     torch.testing.assert_close(memory.read(), exact.read(), rtol=1e-5, atol=1e-5)
 
 
-def memory_of(writes: int, fused: bool) -> fodp.FractionalMemory:
+def memory_of(writes: int, fused: bool, window: int = 5, rest: float = 0.3) -> fodp.FractionalMemory:
     """A memory after some releases s̃ = z + 0.3·u, with u mixed in on the way or read beforehand."""
-    memory, generator = fodp.FractionalMemory(window=5, tau=1.0), torch.Generator().manual_seed(0)
+    memory, generator = fodp.FractionalMemory(window=window, tau=1.0), torch.Generator().manual_seed(0)
     for _ in range(writes):
         release = torch.randn(5000, generator=generator)
         u = memory.recall() if fused else memory.read()
         if isinstance(u, Recall):
-            u.add_to(release, 0.3)
+            u.add_to(release, rest)
         elif u is not None:
-            release.add_(u, alpha=0.3)
+            release.add_(u, alpha=rest)
         memory.write(release)
     return memory
 
@@ -324,6 +337,22 @@ def test_a_fused_release_leaves_the_memory_of_a_plain_one(compiled, reference):
     fused, plain = memory_of(12, True), memory_of(12, False)
     torch.testing.assert_close(fused.weights, plain.weights, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(fused.read(), plain.read(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize("mutual", [512, 31])  # with the inner products of releases kept, and without
+@pytest.mark.parametrize("writes", [31, 400])
+def test_rounding_does_not_add_up_where_nearly_everything_is_memory(compiled, mutual, writes, reference, monkeypatch):
+    """A release's inner products follow from those of earlier ones: their errors must not grow with every step."""
+    if not compiled:
+        reference()
+    monkeypatch.setattr(memory_module, "_MUTUAL", mutual)
+    memory = memory_of(writes, True, window=32, rest=0.99)
+    state = memory.state_dict()
+    releases, trend = state["releases"].double(), state["trend"].double()
+    expected = (releases - trend).norm(dim=1) / (trend.norm().clamp(min=1) + 1e-12)
+    torch.testing.assert_close(memory.inconsistency, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(memory.confidence, trend.norm() / (trend.norm() + 1), rtol=1e-5, atol=0)
 
 
 def trained(steps: int, path: Path | None = None, *, resume: Path | None = None) -> torch.Tensor:

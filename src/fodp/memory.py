@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.recall import Floats, Recall, Trend, inner_products, squared_distance
+from fodp.recall import Floats, Products, Recall, Trend, inner_products, squared_distance
 from fodp.window import WindowMemory, normalised
 
 # The few numbers by lag are plain floats: after a pass over the window, which leaves nothing else in the caches, every
@@ -21,7 +21,11 @@ from fodp.window import WindowMemory, normalised
 # ‖s̃ - EMA‖² from inner products keeps its digits unless it is less than this part of ‖s̃‖² + ‖EMA‖².
 _CANCELS = 0.1
 
-_HUGE = 1e150
+_HUGE = 1e300
+
+# The longest window whose releases' inner products with one another are kept, so that a pass reads each release once;
+# beyond it they would need a memory of their own.
+_MUTUAL = 512
 
 
 def noise_floor(std: float, size: int, gamma: float) -> float:
@@ -96,10 +100,12 @@ class FractionalMemory(WindowMemory):
         self.kappa = _checks.positive("kappa", kappa)
         self.zeta = _checks.positive("zeta", zeta)
         self.eps = _checks.positive("eps", eps)
-        self._log_power_law = [(self.alpha - 1) * math.log(j + 1) - self.lam * j for j in range(1, self.window)]
+        self._lags = range(1, self.window)
+        self._log_power_law = [(self.alpha - 1) * math.log(j + 1) - self.lam * j for j in self._lags]
         self._scored = self.tau > 0 and self.window > 1  # else the kernel is fixed: no score is ever asked for
         if self._scored:
             self._slots += 1  # a release is written into a free row while the others are read
+        self._products = Products(self._slots) if self._scored and self.window <= _MUTUAL else None
         # Inner products that give every score without another pass over the ring, by lag:
         self._squares: Floats = []  # ‖s̃‖²
         self._along: Floats = []  # ⟨s̃, EMA⟩
@@ -112,7 +118,8 @@ class FractionalMemory(WindowMemory):
         """The memory state u as a term of a query; the release that it becomes part of is remembered on the way."""
         if not self._scored or self._table is None or self._trend is None:
             return super().recall()
-        self._recall = Recall(self._table, self._order(), self._by_row(), self._next_row(), self._trend)
+        row = self._writes % self._slots
+        self._recall = Recall(self._table, self._order(), self._by_row(), row, self._trend, self._products)
         return self._recall
 
     def _keep(self, release: Tensor) -> None:
@@ -122,42 +129,43 @@ class FractionalMemory(WindowMemory):
             return
         if self._trend is None:
             self._trend = Trend(torch.zeros_like(release))
-        products = None if self._recall is None else self._recall.remembered(release)
-        if products is None:
+        row = self._writes % self._slots
+        if self._recall is not None and self._products is not None and self._recall.has_remembered(release):
+            products = self._products.of(row, self.filled)
+        else:
             super()._keep(release)
             assert self._table is not None
             products = inner_products(self._table, self._order(), release, self._trend.settle())
+            if self._products is not None:
+                self._products.put(row, products)
         self._recall = None
         gamma = self.gamma if self._writes else 1.0
-        self._trend.newest, self._trend.gamma = self._next_row(), gamma
-        *past, square, along = products
-        self._score(past, square, along, gamma)
+        self._trend.newest, self._trend.gamma = self._rows[row], gamma
+        square, along, *past = products
+        self._score(square, along, past, gamma)
 
-    def _score(self, past: Floats, square: float, along: float, gamma: float) -> None:
+    def _score(self, square: float, along: float, past: Floats, gamma: float) -> None:
         """Move the inner products with the trend, and by a lag; from them follow the distances."""
         rest = 1 - gamma
         moved = gamma**2 * square + 2 * gamma * rest * along + rest**2 * self._trend_square
-        self._trend_square = max(0.0, moved)  # rounding, where trend and release cancel
-        lags = self.window - 1
+        self._trend_square = trend = max(0.0, moved)  # rounding, where trend and release cancel
         followed = [old + gamma * (new - old) for old, new in zip(self._along, past, strict=True)]
-        self._along = [gamma * square + rest * along, *followed][:lags]
-        self._squares = [square, *self._squares][:lags]
+        self._along = [gamma * square + rest * along, *followed]
+        self._squares.insert(0, square)
+        del self._along[self.window - 1 :], self._squares[self.window - 1 :]
+        # ‖s̃ - EMA‖² where it keeps its digits; else, in the first few steps or with γ near one, from the vectors.
         self._distances = [
-            self._distance(age, square + self._trend_square, along)
+            math.sqrt(apart)
+            if (apart := square + trend - 2 * along) >= _CANCELS * (square + trend)
+            else self._subtracted(age)
             for age, (square, along) in enumerate(zip(self._squares, self._along, strict=True))
         ]
 
-    def _distance(self, age: int, squares: float, along: float) -> float:
-        """‖s̃ - EMA‖ of a release; where inner products cancel, from the vectors themselves.
-
-        Under noise that is in the first few steps, or when γ is near one.
-        """
-        apart = squares - 2 * along
-        if apart < _CANCELS * squares:
-            assert self._table is not None
-            assert self._trend is not None
-            apart = squared_distance(self._table[(self._writes - age) % self._slots], self._trend.settle())
-        return math.sqrt(apart)
+    def _subtracted(self, age: int) -> float:
+        """‖s̃ - EMA‖ of a release from the vectors themselves."""
+        assert self._table is not None
+        assert self._trend is not None
+        return math.sqrt(squared_distance(self._rows[(self._writes - age) % self._slots], self._trend.settle()))
 
     @property
     def inconsistency(self) -> Tensor:
@@ -167,8 +175,11 @@ class FractionalMemory(WindowMemory):
     def _inconsistency(self) -> Floats:
         if not self._scored:
             return [0.0] * self.filled  # no trend is followed
-        scale = max(math.sqrt(self._trend_square), self.kappa) + self.eps
+        scale = self._scale()
         return [distance / scale for distance in self._distances]
+
+    def _scale(self) -> float:
+        return max(math.sqrt(self._trend_square), self.kappa) + self.eps
 
     @property
     def confidence(self) -> Tensor:
@@ -182,17 +193,20 @@ class FractionalMemory(WindowMemory):
     def _by_lag(self) -> Floats:
         logs = self._log_power_law[: self.filled]
         if self._scored:
-            # A tempering beyond all floats is a weight of zero: the limits only keep it finite.
-            tempering = min(self._confidence() * self.tau, _HUGE)
-            scores = zip(logs, self._inconsistency(), range(1, self.window), strict=False)
-            logs = [log - tempering * min(nu, _HUGE) * j for log, nu, j in scores]
+            # A tempering beyond all floats is a weight of zero; the limit keeps it from being infinity times nothing.
+            tempering = min(self._confidence() * self.tau / self._scale(), _HUGE)
+            scores = zip(logs, self._distances, self._lags, strict=False)
+            logs = [log - tempering * distance * j for log, distance, j in scores]
         largest = max(logs, default=0.0)  # its weight is one before they are normalised: no under- or overflow
+        if largest == -math.inf:
+            return [1.0, *[0.0] * (len(logs) - 1)]  # all beyond floats, the nearest release the least
         return normalised([math.exp(log - largest) for log in logs])
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
         return super().state_dict() | {
             "trend": None if self._trend is None else self._trend.settle().clone(),
+            "products": self._products and [self._products.of(row, self.window - 2) for row in self._order()],
             "squares": list(self._squares),
             "along": list(self._along),
             "distances": list(self._distances),
@@ -203,5 +217,8 @@ class FractionalMemory(WindowMemory):
         """Take over a state of a memory with the same settings."""
         super().load_state_dict(state)
         self._trend, self._recall = None if state["trend"] is None else Trend(state["trend"].clone()), None
+        if self._products is not None:
+            for row, products in zip(self._order(), state["products"], strict=True):
+                self._products.put(row, products)
         self._squares, self._along, self._distances = (list(state[name]) for name in ("squares", "along", "distances"))
         self._trend_square = float(state["trend_square"])

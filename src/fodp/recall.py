@@ -4,8 +4,9 @@ A window is far larger than a core's cache, so what costs is how often it is rea
 block, while the block is in cache.
 """
 
+from array import array
 from collections.abc import Iterator
-from ctypes import CDLL, c_double, c_float, c_size_t
+from ctypes import CDLL
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,34 +49,59 @@ class Trend:
         return self.value
 
 
+class Products:
+    """Inner products of the rows of a table: of each one with itself, with the trend, and with the rows before it,
+    the nearest first, all as they were when it was written. A square of memory, so for small windows."""
+
+    def __init__(self, rows: int):
+        self.width = rows + 1
+        self.values = array("d", bytes(8 * rows * self.width))
+
+    def of(self, row: int, count: int) -> Floats:
+        """Those of a row that had `count` rows before it: `count` + 2."""
+        start = row * self.width
+        return self.values[start : start + 2 + count].tolist()
+
+    def put(self, row: int, products: Floats) -> None:
+        """Write those of a row."""
+        start = row * self.width
+        self.values[start : start + len(products)] = array("d", products)
+
+
 class Recall:
     """Σ weight·row over the rows of a table that `order` names, not yet worked out: a term of a query.
 
     Adding it to a vector also does, with a trend, what remembering that vector takes (or another one): its inner
-    products, and a copy in the row `kept`. `remembered` tells them, as long as nobody has changed the vector.
+    products, and a copy in the row `kept`. `has_remembered` tells, as long as nobody has changed the vector.
     """
 
     def __init__(
-        self, table: Tensor, order: list[int], weights: Floats, kept: Tensor | None = None, trend: Trend | None = None
+        self,
+        table: Tensor,
+        order: list[int],
+        weights: Floats,
+        kept: int = 0,
+        trend: Trend | None = None,
+        products: Products | None = None,
     ):
-        self._table, self._order, self._weights, self._kept, self._trend = table, order, weights, kept, trend
-        self._result: tuple[Tensor, int, Floats] | None = None
+        self._table, self._order, self._weights = table, order, weights
+        self._kept, self._trend, self._products = kept, trend, products
+        self._result: tuple[Tensor, int] | None = None
 
     def add_to(self, out: Tensor, factor: float, vector: Tensor | None = None) -> None:
         """out += factor · Σ weight·row; what is remembered is `vector`, or the new out."""
-        weights, vector = [factor * weight for weight in self._weights], out if vector is None else vector
-        if self._kept is None or self._trend is None:
-            mix(out, self._table, self._order, weights)
+        rows = self._table, self._order, [factor * weight for weight in self._weights]
+        vector = out if vector is None else vector
+        if self._trend is None or self._products is None:
+            mix(out, *rows)
         else:
-            products = mix_and_remember(out, self._table, self._order, weights, vector, self._kept, self._trend)
+            mix_and_remember(out, *rows, vector, self._kept, self._trend, self._products)
             # Where versions are not counted nobody can tell whether the vector is still the same.
-            self._result = None if vector.is_inference() else (vector, vector._version, products)
+            self._result = None if vector.is_inference() else (vector, vector._version)
 
-    def remembered(self, vector: Tensor) -> Floats | None:
-        """Its inner products with every row, itself and the trend, if `add_to` has remembered this very vector."""
-        if self._result is None or self._result[0] is not vector or self._result[1] != vector._version:
-            return None
-        return self._result[2]
+    def has_remembered(self, vector: Tensor) -> bool:
+        """Whether `add_to` has remembered this very vector."""
+        return self._result is not None and self._result[0] is vector and self._result[1] == vector._version
 
 
 def mix(out: Tensor, table: Tensor, order: list[int], weights: Floats) -> None:
@@ -91,42 +117,49 @@ def mix(out: Tensor, table: Tensor, order: list[int], weights: Floats) -> None:
 
 
 def mix_and_remember(
-    out: Tensor, table: Tensor, order: list[int], weights: Floats, vector: Tensor, kept: Tensor, trend: Trend
-) -> Floats:
-    """The same, and for a vector, which may be the new out: a copy, and inner products with rows, itself and trend.
+    out: Tensor,
+    table: Tensor,
+    order: list[int],
+    weights: Floats,
+    vector: Tensor,
+    row: int,
+    trend: Trend,
+    products: Products,
+) -> None:
+    """The same, and for a vector, which may be the new out: a copy in a free row, and that row's inner products.
 
     The newest release of the trend is the first row in order.
     """
-    _refuse_other_sizes(table, out, vector, kept, trend.value)
+    _refuse_other_sizes(table, out, vector, trend.value)
     library = _library(table, out, vector, trend.value)
     if library is not None:
-        products = (c_double * (len(order) + 2))()
         gamma = 0.0 if trend.newest is None else trend.gamma  # a trend that has followed it already stays
-        remember = vector.data_ptr(), products, kept.data_ptr(), trend.value.data_ptr(), gamma
-        _compiled(library, out, table, order, weights, *remember)
+        square = products.values.buffer_info()[0], products.width
+        _compiled(library, out, table, order, weights, vector.data_ptr(), row, *square, trend.value.data_ptr(), gamma)
         trend.newest = None
-        return list(products)
+        return
     by_row, average = _by_row(table, order, weights).to(out), trend.settle()
     products_of_parts = []
     for part in _parts(table):
         cached = table[:, part].to(out.dtype)
         out[part].addmv_(cached.t(), by_row)
         products_of_parts.append(_products(cached, vector[part], average[part]))
-    kept.copy_(vector.detach())
-    return _summed(products_of_parts, order)
+    products.put(row, _summed(products_of_parts, order))
+    table[row].copy_(vector.detach())
 
 
 def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weights: Floats, *remember: Any) -> None:
-    recall, count = library.fodp_recall_bfloat16 if _is_narrow(table) else library.fodp_recall, len(order)
+    recall = library.fodp_recall_bfloat16 if _is_narrow(table) else library.fodp_recall
+    rows, factors = array("L", order), array("f", weights)
     recall(
         out.data_ptr(),
         table.data_ptr(),
         table.stride(0),
-        (c_size_t * count)(*order),
-        count,
+        rows.buffer_info()[0],
+        len(order),
         out.numel(),
-        (c_float * count)(*weights),
-        *(remember or (None, None, None, None, 0.0)),
+        factors.buffer_info()[0],
+        *(remember or (None, 0, None, 0, None, 0.0)),
     )
     torch.autograd.graph.increment_version(out)  # PyTorch has not seen the writing
 
@@ -145,19 +178,19 @@ def _parts(table: Tensor) -> Iterator[slice]:
 
 
 def inner_products(table: Tensor, order: list[int], vector: Tensor, trend: Tensor) -> Floats:
-    """⟨row, vector⟩ of the rows in order, then ⟨vector, vector⟩ and ⟨trend, vector⟩."""
+    """⟨vector, vector⟩ and ⟨trend, vector⟩, then ⟨row, vector⟩ of the rows in order."""
     parts = (_products(table[:, part].to(vector.dtype), vector[part], trend[part]) for part in _parts(table))
     return _summed(list(parts), order)
 
 
 def _products(rows: Tensor, vector: Tensor, trend: Tensor) -> Tensor:
     vector = vector.detach()
-    return torch.cat([torch.mv(rows, vector), torch.mv(torch.stack([vector, trend.to(vector.dtype)]), vector)])
+    return torch.cat([torch.mv(torch.stack([vector, trend.to(vector.dtype)]), vector), torch.mv(rows, vector)])
 
 
 def _summed(products_of_parts: list[Tensor], order: list[int]) -> Floats:
-    *by_row, square, along = torch.stack(products_of_parts).cpu().double().sum(0).tolist()
-    return [*(by_row[row] for row in order), square, along]
+    square, along, *by_row = torch.stack(products_of_parts).cpu().double().sum(0).tolist()
+    return [square, along, *(by_row[row] for row in order)]
 
 
 def squared_distance(left: Tensor, right: Tensor) -> float:

@@ -27,6 +27,7 @@ class WindowMemory(ABC):
         self.bfloat16 = bfloat16
         self._slots = self.window - 1  # rows of the table
         self._table: Tensor | None = None  # the ring, made at the first write
+        self._rows: tuple[Tensor, ...] = ()  # its rows
         self._writes = 0
 
     @property
@@ -81,11 +82,7 @@ class WindowMemory(ABC):
         self._writes += 1
 
     def _keep(self, release: Tensor) -> None:
-        self._next_row().copy_(release.detach())
-
-    def _next_row(self) -> Tensor:
-        assert self._table is not None
-        return self._table[self._writes % self._slots]
+        self._rows[self._writes % self._slots].copy_(release.detach())
 
     def _order(self) -> list[int]:
         """The rows of lags 1, 2, …: the newest release first."""
@@ -101,10 +98,14 @@ class WindowMemory(ABC):
             raise PrivacyError(f"a release is one flat vector, got shape {tuple(release.shape)}")
         size = release.numel()
         if self._table is None:
-            dtype = torch.bfloat16 if self.bfloat16 else release.dtype
-            self._table = _table(self._slots, size, release, dtype)
+            self._make_table(size, release, torch.bfloat16 if self.bfloat16 else release.dtype)
+            assert self._table is not None
         if size != self._table.shape[1]:
             raise PrivacyError(f"a release of {size} entries does not fit {self._table.shape[1]}")
+
+    def _make_table(self, size: int, like: Tensor, dtype: torch.dtype) -> None:
+        self._table = _table(self._slots, size, like, dtype)
+        self._rows = tuple(self._table[row] for row in range(self._slots))
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere, bit for bit."""
@@ -124,7 +125,8 @@ class WindowMemory(ABC):
         if bool(state["bfloat16"]) != self.bfloat16 or (releases is not None and len(releases) != len(rows)):
             raise PrivacyError("the saved memory keeps its releases in another form: load it with the same `compact`")
         if releases is not None:
-            self._table = _table(self._slots, releases.shape[1], releases, releases.dtype)
+            self._make_table(releases.shape[1], releases, releases.dtype)
+            assert self._table is not None
             self._table[rows] = releases
 
 

@@ -57,16 +57,18 @@ def _recall_right(loops: tuple[Any, ...], itself: bool, numbers: np.random.Gener
     weights, order = numbers.standard_normal(11, np.float32), np.array([4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6], np.uintp)
     mixed = out + weights.astype(np.float64) @ values[order]
     followed = trend + gamma * (values[4].astype(np.float64) - trend)
-    result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.empty(13)
+    result, moved, alone, products = out.copy(), trend.copy(), trend.copy(), np.zeros((12, 13))
+    for place, row in enumerate(order):  # the first one was written last
+        before = values[[row, row, *order[place + 1 :]]]
+        products[row, : len(before)] = before.astype(np.float64) @ values[row]
     vector, about = (result, mixed) if itself else (other, other.astype(np.float64))
     rows = kept.ctypes.data, 5003, order.ctypes.data, 11, 5003, weights.ctypes.data
-    remember = (a.ctypes.data for a in (vector, products, kept[5], moved))
-    recall(result.ctypes.data, *rows, *remember, gamma)
+    recall(result.ctypes.data, *rows, vector.ctypes.data, 5, products.ctypes.data, 13, moved.ctypes.data, gamma)
     follow(alone.ctypes.data, kept[4].ctypes.data, gamma, 5003)
     written = kept[5] if kept.dtype == np.float32 else (kept[5].astype(np.uint32) << 16).view(np.float32)
     return (
         np.allclose(result, mixed, rtol=1e-5, atol=1e-5)
-        and np.allclose(products, [*(values[order] @ about), about @ about, followed @ about], rtol=1e-4, atol=1e-1)
+        and np.allclose(products[5], [about @ about, followed @ about, *(values[order] @ about)], rtol=1e-4, atol=1e-1)
         and np.allclose(written, vector, rtol=rounding, atol=0)
         and np.allclose(moved, followed, rtol=1e-5, atol=1e-5)
         and np.array_equal(moved, alone)

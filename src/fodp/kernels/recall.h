@@ -52,36 +52,41 @@ APART OF(mix)(OF(eight) rows, float *out, size_t n) {
     #undef DO
 }
 
-/* products += <rows, v> */
-APART OF(multiply)(OF(eight) rows, const float *v, size_t n, double *products, size_t count) {
+/* The same, and products += <rows, v> of the first count. */
+APART OF(mix_and_multiply)(OF(eight) rows, float *out, const float *v, size_t n, double *products, size_t count) {
     floats sums[8] = {{0}};
     #define DO(at, m) { \
-        vector other = OF(matched)(OF(load)(v + at, m)); \
-        ALL_PARTS { FETCH(x, at, m); EIGHT sums[j] += x[j] * other.part[p]; } \
+        vector total = OF(matched)(OF(load)(out + at, m)), other = OF(matched)(OF(load)(v + at, m)); \
+        ALL_PARTS { \
+            FETCH(x, at, m); \
+            EIGHT total.part[p] += rows.weight[j] * x[j]; \
+            EIGHT sums[j] += x[j] * other.part[p]; \
+        } \
+        EIGHT __builtin_prefetch(rows.row[j] + at + AHEAD, 0, 2); \
+        OF(store)(out + at, OF(unmatched)(total), m); \
     }
     COLUMNS(DO);
     #undef DO
     for (size_t j = 0; j < 8 && j < count; j++) products[j] += sum(sums[j]);
 }
 
-/* Both, for the newest rows, which are mixed in last: v, which may be the new out, is complete. So kept = v, the trend
-   follows the first row, and own += <v, v>, <trend, v>. */
-static inline __attribute__((always_inline)) void OF(both)(
+/* The same for the newest rows, which come last: now kept = v or the complete out, the trend follows the first row,
+   and own += <kept, kept>, <trend, kept>. */
+static inline __attribute__((always_inline)) void OF(remember)(
     OF(eight) rows, float *out, const float *v, size_t n, double *products, size_t count, ENTRY *kept, float *trend,
-    float gamma, double *own, int same) {
+    float gamma, double *own, int itself) {
     floats sums[8] = {{0}}, square = {0}, along = {0};
     #define DO(at, m) { \
-        vector total = OF(matched)(OF(load)(out + at, m)), other = total, newest; \
-        if (!same) other = OF(matched)(OF(load)(v + at, m)); \
+        vector total = OF(matched)(OF(load)(out + at, m)), other = OF(matched)(OF(load)(v + at, m)), newest; \
         ALL_PARTS { \
             FETCH(x, at, m); \
             EIGHT total.part[p] += rows.weight[j] * x[j]; \
-            if (same) other.part[p] = total.part[p]; \
             EIGHT sums[j] += x[j] * other.part[p]; \
             newest.part[p] = x[0]; \
         } \
-        OF(store)(out + at, OF(unmatched)(total), m); \
-        vector whole = OF(unmatched)(other); \
+        total = OF(unmatched)(total); \
+        OF(store)(out + at, total, m); \
+        vector whole = itself ? total : OF(unmatched)(other); \
         vector average = OF(followed)(OF(load)(trend + at, m), OF(unmatched)(newest), gamma); \
         OF(store)(trend + at, average, m); \
         OF(keep)(kept + at, whole, m); \
@@ -94,13 +99,14 @@ static inline __attribute__((always_inline)) void OF(both)(
     own[1] += sum(along);
 }
 
-#define REMEMBERED size_t n, double *products, size_t count, ENTRY *kept, float *trend, float gamma, double *own
-APART OF(remember_out)(OF(eight) rows, float *out, REMEMBERED) {
-    OF(both)(rows, out, out, n, products, count, kept, trend, gamma, own, 1);
+#define REMEMBERED OF(eight) rows, float *out, const float *v, size_t n, double *products, size_t count, ENTRY *kept, \
+                   float *trend, float gamma, double *own
+APART OF(remember_out)(REMEMBERED) {
+    OF(remember)(rows, out, v, n, products, count, kept, trend, gamma, own, 1);
 }
 
-APART OF(remember_other)(OF(eight) rows, float *out, const float *v, REMEMBERED) {
-    OF(both)(rows, out, v, n, products, count, kept, trend, gamma, own, 0);
+APART OF(remember_other)(REMEMBERED) {
+    OF(remember)(rows, out, v, n, products, count, kept, trend, gamma, own, 0);
 }
 #undef REMEMBERED
 #undef FETCH
@@ -117,24 +123,37 @@ void OF(fodp_follow)(float *trend, const ENTRY *newest, float gamma, size_t n) {
 }
 
 /* out += sum_r weights[r] rows[r], where rows[r] is table[order[r]] and there is at least one. Then, if there is a v,
-   which may be the new out: kept = v, which may be v itself, trend += gamma (rows[0] - trend), and products are
-   <rows[r], v>, then <v, v>, then <trend, v>.
+   which is another vector or out itself: table[row] = v, trend += gamma (rows[0] - trend), and the row's products are
+   <v, v>, <trend, v>, and <rows[r], v> for every r; those of out are complete only when all rows have been read, so
+   they come from <rows[r], out before> and the rows' own products.
    Chunk by chunk, so that everything comes from main memory once, and eight rows at a time, since one alone would
    keep the processor waiting for memory. Sums of a chunk in float, of chunks in double. */
-void OF(fodp_recall)(float *out, const ENTRY *table, size_t stride, const size_t *order, size_t count, size_t size,
-                     const float *weights, const float *v, double *products, ENTRY *kept, float *trend, float gamma) {
-    for (size_t r = 0; v && r < count + 2; r++) products[r] = 0;
+void OF(fodp_recall)(float *out, ENTRY *table, size_t stride, const size_t *order, size_t count, size_t size,
+                     const float *weights, const float *v, size_t row, double *products, size_t width, float *trend,
+                     float gamma) {
+    float before[CHUNK];
+    double *own = v ? products + row * width : 0, *past = own + 2;
+    for (size_t r = 0; v && r < count + 2; r++) own[r] = 0;
     for (size_t at = 0; at < size; at += CHUNK) {
         size_t n = least(size - at, CHUNK), r = (count - 1) / 8 * 8;
+        const float *other = v ? v + at : 0;
+        if (v == out && r) other = memcpy(before, out + at, sizeof(float) * n);
         #define ROWS OF(eight_from)(r, table + at, stride, order, count, weights)
-        #define REMEMBERED n, products, count, kept + at, trend + at, gamma, products + count
-        for (; r; r -= 8) OF(mix)(ROWS, out + at, n);
+        #define PRODUCTS out + at, other, n, past + r, count - r
+        for (; v && r; r -= 8) OF(mix_and_multiply)(ROWS, PRODUCTS);
+        for (; !v && r; r -= 8) OF(mix)(ROWS, out + at, n);
+        #define KEPT table + row * stride + at, trend + at, gamma, own
         if (!v) OF(mix)(ROWS, out + at, n);
-        else if (v == out) OF(remember_out)(ROWS, out + at, REMEMBERED);
-        else OF(remember_other)(ROWS, out + at, v + at, REMEMBERED);
-        for (r = 8; v && r < count; r += 8) OF(multiply)(ROWS, v + at, n, products + r, count - r);
+        else if (v == out) OF(remember_out)(ROWS, PRODUCTS, KEPT);
+        else OF(remember_other)(ROWS, PRODUCTS, KEPT);
         #undef ROWS
-        #undef REMEMBERED
+        #undef PRODUCTS
+        #undef KEPT
+    }
+    for (size_t r = 0; v == out && r < count; r++) {
+        past[r] += weights[r] * products[order[r] * width];
+        for (size_t i = 0; i < r; i++) past[r] += weights[i] * products[order[i] * width + 1 + r - i];
+        for (size_t i = r + 1; i < count; i++) past[r] += weights[i] * products[order[r] * width + 1 + i - r];
     }
 }
 #undef OF
