@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fodp import kernels
 from fodp.updates import UPDATES, AdamBC, make_update
 
 BETAS = (0.9, 0.99)
@@ -16,7 +17,7 @@ def gradients(steps: int = 12, size: int = 4) -> torch.Tensor:
 
 def run(optimizer_of, inputs, variances=None, start=1.0) -> torch.Tensor:
     """The parameters after each step; `variances` are what a run tells AdamBC before each step."""
-    parameter = torch.full((inputs.shape[1],), start, dtype=torch.float64, requires_grad=True)
+    parameter = torch.full((inputs.shape[1],), start, dtype=inputs.dtype, requires_grad=True)
     optimizer = optimizer_of([parameter])
     path = []
     for t, gradient in enumerate(inputs):
@@ -54,6 +55,26 @@ def test_adambc_is_its_definition(variances, decay):
     """Also with noise that changes from step to step, as with a schedule or an adapted clip norm."""
     found = run(adambc(weight_decay=decay), gradients(), variances)
     assert torch.allclose(found, by_hand(gradients(), variances, decay=decay), rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 1003])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_compiled_update_is_its_definition_too(size, compiled, monkeypatch):
+    """In float32, which it is compiled for; without a compiler both are the reference."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    inputs, variances = gradients(30, size), [1.0 * 0.9**t for t in range(30)]
+    found = run(adambc(weight_decay=0.1), inputs.float(), variances)
+    torch.testing.assert_close(found.double(), by_hand(inputs, variances, decay=0.1), rtol=1e-4, atol=1e-4)
+
+
+def test_an_update_is_seen_by_autograd():
+    """A graph that was made with the old parameters must not be walked with the new ones."""
+    parameter = torch.ones(3, requires_grad=True)
+    loss, parameter.grad = (parameter**2).sum(), torch.ones(3)
+    adambc()([parameter]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_constant_noise_is_subtracted_as_it_is():

@@ -1,10 +1,13 @@
 """Optimizers that take releases: PyTorch's own, and Adam with the noise taken out of its second moment."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fodp import kernels
 
 UPDATES = ("sgd", "adam", "adamw", "adambc", "adamwbc")
 
@@ -60,9 +63,11 @@ class AdamBC(torch.optim.Optimizer):
         for group in self.param_groups:
             first, second = group["betas"]
             group["steps"] = steps = group.get("steps", 0) + 1
-            seen = group.get("noise_average", 0.0)
-            group["noise_average"] = second * seen + (1 - second) * group["noise_variance"]
-            noise = group["noise_average"] / (1 - second**steps)
+            before = group.get("noise_average", 0.0)
+            group["noise_average"] = second * before + (1 - second) * group["noise_variance"]
+            seen = 1 - second**steps  # v̂ = v/seen: the noise is scaled instead, and the root of it goes into the rate
+            noise = group["noise_average"]
+            rate, kept = group["lr"] * math.sqrt(seen) / (1 - first**steps), 1 - group["lr"] * group["weight_decay"]
             shares = group.get("noise_shares") or [1.0] * len(group["params"])
             for parameter, share in zip(group["params"], shares, strict=True):
                 if parameter.grad is None:
@@ -70,9 +75,32 @@ class AdamBC(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                state["m"].lerp_(parameter.grad, 1 - first)
-                state["v"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
-                scale = (state["v"] / (1 - second**steps)).sub_(share * noise)
-                scale.clamp_(min=max(group["floor"] * share * noise, 1e-16)).sqrt_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.addcdiv_(state["m"], scale, value=-group["lr"] / (1 - first**steps))
+                least = max(group["floor"] * share * noise, 1e-16 * seen)
+                numbers = 1 - first, second, 1 - second, share * noise, least, kept, rate
+                _adambc(parameter, state["m"], state["v"], parameter.grad, *numbers)
+
+
+def _adambc(
+    parameter: Tensor,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    follow: float,
+    second: float,
+    rest: float,
+    noise: float,
+    least: float,
+    kept: float,
+    rate: float,
+) -> None:
+    """One update of a parameter and its moments: compiled, one pass instead of eight."""
+    library = kernels.library_for(parameter, m, v, gradient)
+    if library is not None:
+        tensors = (tensor.data_ptr() for tensor in (parameter, m, v, gradient))
+        library.fodp_adambc(*tensors, parameter.numel(), follow, second, rest, noise, least, kept, rate)
+        torch.autograd.graph.increment_version((parameter, m, v))  # PyTorch has not seen the writing
+        return
+    m.lerp_(gradient, follow)
+    v.mul_(second).addcmul_(gradient, gradient, value=rest)
+    scale = (v - noise).clamp_(min=least).sqrt_()
+    parameter.mul_(kept).addcdiv_(m, scale, value=-rate)

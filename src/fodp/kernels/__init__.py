@@ -1,6 +1,6 @@
 """Hot loops in C, compiled once per machine where a C compiler exists: keystreams (`keystream.c`), normals
 (`normals.c`), the pass over a memory (`recall.c`), norms of gradients (`norms.c`), their weighted sum in a
-linear layer (`products.c`), and norms and sums of an embedding's (`tables.c`).
+linear layer (`products.c`), norms and sums of an embedding's (`tables.c`), and an optimizer's update (`updates.c`).
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
 in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
@@ -52,6 +52,7 @@ def library() -> ctypes.CDLL | None:
         found.fodp_limits.argtypes = [pointer, pointer, size, *[ctypes.c_float] * 3]
         found.fodp_limits.restype = None
         found.fodp_product.argtypes = [*[pointer] * 4, size, size, size, ctypes.c_int, pointer]
+        found.fodp_adambc.argtypes, found.fodp_adambc.restype = [*[pointer] * 4, size, *[ctypes.c_float] * 7], None
         found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
         found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
         found.fodp_table_squares.restype = None

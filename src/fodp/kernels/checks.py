@@ -28,6 +28,7 @@ def is_right(found: ctypes.CDLL) -> bool:
         _squares_right(found, numbers),
         _product_right(found, numbers),
         _tables_right(found, numbers),
+        _update_right(found, numbers),
     )
     return normals_right and all(others)
 
@@ -126,3 +127,14 @@ def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
         and np.allclose(squares, (by_example**2).sum((1, 2)), rtol=1e-5)
         and np.allclose(mass, again * np.linalg.norm(back, axis=2).sum(1), rtol=1e-5)
     )
+
+
+def _update_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
+    """Where the second moment is above the noise, and where it is below."""
+    w, m, v, g = numbers.standard_normal((4, 103), np.float32)
+    v *= v
+    averages = m + 0.1 * (g.astype(np.float64) - m), 0.99 * v.astype(np.float64) + 0.01 * g.astype(np.float64) ** 2
+    expected = 0.9 * w - 0.5 * averages[0] / np.sqrt(np.maximum(averages[1] - 0.2, 0.1))
+    found.fodp_adambc(*(a.ctypes.data for a in (w, m, v, g)), 103, 0.1, 0.99, 0.01, 0.2, 0.1, 0.9, 0.5)
+    pairs = zip((w, m, v), (expected, *averages), strict=True)
+    return all(np.allclose(result, exact, rtol=1e-5, atol=1e-5) for result, exact in pairs)

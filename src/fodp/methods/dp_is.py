@@ -91,7 +91,7 @@ class DPIS(DPSGD):
         kept = run.gradients(lot).sum(weight=self._rejection(run, lot.indices.numel(), C, weight), bound=weight)
         release = run.release(lot, kept, std=plan.noise_multiplier * weight)
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
-        return release * plan.sampling_rate
+        return release.mul_(plan.sampling_rate)
 
     def noise_gain(self, state: Vectors) -> float:
         """The release is scaled by q, which is public; the run knows the rest."""
