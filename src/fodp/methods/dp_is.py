@@ -109,7 +109,7 @@ class DPIS(DPSGD):
             nonlocal used
             mine = draws[used : used + len(norms)].to(norms)
             used += len(norms)
-            keep = mine < (norms / C).clamp(max=1.0)
-            return torch.where(keep, weight / norms.clamp(min=torch.finfo(norms.dtype).tiny), torch.zeros_like(norms))
+            keep = mine * C < norms  # with probability min(1, ‖g_i‖/C)
+            return torch.where(keep, weight / norms.clamp(min=torch.finfo(norms.dtype).tiny), 0.0)
 
         return weights
