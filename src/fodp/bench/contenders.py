@@ -17,6 +17,7 @@ _BUILDERS = {
     "plain": ("fodp.bench.steps", "plain"),
     "private": ("fodp.bench.steps", "private"),
     "by hand": ("fodp.bench.floor", "by_hand"),
+    "window read": ("fodp.bench.floor", "window_read"),
     "opacus": ("fodp.bench.peers", "opacus"),
     "jax-privacy": ("fodp.bench.peers", "jax_privacy"),
 }
@@ -85,6 +86,8 @@ CONTENDERS = (
     fodp_contender("fo-dp-sgd K=8, secure noise", "fo-dp-sgd", seed=None, only=["mlp"], window=8),
     Contender("dp-sgd by hand", "by hand", dict(window=1), ("mlp",)),
     Contender("fo-dp-sgd K=8 by hand", "by hand", dict(window=8), ("mlp",)),
+    Contender("dp-sgd and a bare read, K=8", "window read", dict(window=8), _WINDOW_COUNTS),
+    Contender("dp-sgd and a bare read, K=32", "window read", dict(window=32), _WINDOW_COUNTS),
     Contender("opacus hooks", "opacus", dict(mode="hooks")),
     Contender("opacus functorch", "opacus", dict(mode="functorch")),
     Contender("opacus ghost", "opacus", dict(mode="ghost")),

@@ -1,4 +1,5 @@
-"""The private step written out for the MLP alone, without engine, checks or secure randomness: a library's floor."""
+"""What a library can hope for: the private step written out for the MLP alone, without engine, checks or secure
+randomness; and for a memory, a private step and one reading of a window."""
 
 import numpy as np
 import torch
@@ -6,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fodp.bench.contenders import Step
-from fodp.bench.steps import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, size_of
+from fodp.bench.steps import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, private, size_of
 from fodp.bench.workloads import Workload
+from fodp.memory import UniformMemory
 
 BETA, ALPHA, LAM, TAU, GAMMA = 0.9, 0.8, 0.05, 0.1, 0.1
 
@@ -55,6 +57,23 @@ def by_hand(workload: Workload, window: int) -> tuple[Step, int]:
         optimizer.step()
 
     return step, size
+
+
+def window_read(workload: Workload, window: int) -> tuple[Step, int]:
+    """DP-SGD of this library, and beside it the average of K-1 vectors that never change: the least that an exact
+    memory adds to a step, without its scores, its trend and the writing of releases."""
+    step, size = private(workload, "dp-sgd", 0, {})
+    memory, out = UniformMemory(window), torch.zeros(size)
+    for _ in range(window - 1):
+        memory.write(torch.randn(size))
+
+    def both() -> None:
+        step()
+        recall = memory.recall()
+        assert recall is not None
+        recall.add_to(out, 1 - BETA)
+
+    return both, size
 
 
 class _Window:

@@ -10,7 +10,14 @@ from fodp.bench.report import PLOT, SCALING_PLOT
 from fodp.bench.results import Results
 from fodp.bench.targets import PLAIN, TITLES
 
-_COLOURS = {"private": "#2b6cb0", "by hand": "#90b4d8", "opacus": "#c05621", "jax-privacy": "#975a9e"}
+_FLOOR = "#90b4d8"
+_COLOURS = {
+    "private": "#2b6cb0",
+    "by hand": _FLOOR,
+    "window read": _FLOOR,
+    "opacus": "#c05621",
+    "jax-privacy": "#975a9e",
+}
 
 
 def draw(results: Results, folder: Path) -> None:
