@@ -132,12 +132,12 @@ void OF(fodp_recall)(float *out, ENTRY *table, size_t stride, const size_t *orde
                      const float *weights, const float *v, size_t row, double *products, size_t width, float *trend,
                      float gamma) {
     float before[CHUNK];
-    double *own = v ? products + row * width : 0, *past = own + 2;
+    double *own = v ? products + row * width : 0, *past = v ? own + 2 : 0;
     for (size_t r = 0; v && r < count + 2; r++) own[r] = 0;
     for (size_t at = 0; at < size; at += CHUNK) {
         size_t n = least(size - at, CHUNK), r = (count - 1) / 8 * 8;
         const float *other = v ? v + at : 0;
-        if (v == out && r) other = memcpy(before, out + at, sizeof(float) * n);
+        if (v == out && r) other = memcpy(before, out + at, sizeof(float) * n); /* the mix would change it */
         #define ROWS OF(eight_from)(r, table + at, stride, order, count, weights)
         #define PRODUCTS out + at, other, n, past + r, count - r
         for (; v && r; r -= 8) OF(mix_and_multiply)(ROWS, PRODUCTS);
