@@ -175,7 +175,8 @@ def _scaling(axes: Results) -> list[str]:
 def _paper_run(runs: list[dict[str, Any]]) -> list[str]:
     command, training = (statistics.median(r[key] for r in runs) for key in ("command_seconds", "training_seconds"))
     processor = statistics.median(r["processor_seconds"] for r in runs)
-    verdict = "met" if command < PAPER_RUN_SECONDS else "missed"
+    under = [run["training_seconds"] < PAPER_RUN_SECONDS for run in runs]
+    verdict = "met in every run" if all(under) else "met in some runs only" if any(under) else "missed"
     last = runs[-1]
     return [
         "## The paper's run",
@@ -184,7 +185,8 @@ def _paper_run(runs: list[dict[str, Any]]) -> list[str]:
         f"after every epoch, take {command:.1f} s as a whole command, {training:.1f} s of it training and evaluation",
         f"(median of {len(runs)}; accuracy {last['final_accuracy']:.3f} at ε {last['epsilon']:.2f}).",
         f"Processor time of the command: {processor:.1f} s, which is less where other work took the core.",
-        f"Target: below {PAPER_RUN_SECONDS:g} s, {verdict}. The paper reports 60 s on its own machine.",
+        f"Target: the 250 epochs below {PAPER_RUN_SECONDS:g} s, {verdict}. The paper times its 250 epochs too: 60 s on",
+        "its own machine. The rest of the command is loading libraries and data, accounting, and drawing the curve.",
         "",
     ]
 
