@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from fodp._malloc import keep_freed_memory
 from fodp.bench.steps import private
 from fodp.bench.workloads import WORKLOADS
 from fodp.methods import METHODS
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)  # what each process is asked for
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     if options.measure:
         print(json.dumps(measured(options.measure, options.rounds)))
         return

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import fodp
 from fodp._checks import PrivacyError
+from fodp._malloc import keep_freed_memory
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
     try:
         options = build_parser().parse_args(arguments)
+        keep_freed_memory()
         return int(options.run(options))
     except PrivacyError as error:
         print(f"fodp: {_one_line(error)}", file=sys.stderr)

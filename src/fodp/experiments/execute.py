@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from fodp._malloc import keep_freed_memory
 from fodp.data import Splits, load
 from fodp.experiments.code_version import code_version
 from fodp.experiments.spec import NON_PRIVATE, RunSpec
@@ -46,6 +47,7 @@ class Curve(Callback):
 def execute(spec: RunSpec) -> dict[str, Any]:
     """Train as the spec says, on one thread, and return the record. The same spec gives the same record."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     splits = splits_for(spec.dataset, spec.model)
     torch.manual_seed(spec.seed)
     model = build(spec.model, splits.card)
