@@ -68,6 +68,12 @@ def test_the_compiled_update_is_its_definition_too(size, compiled, monkeypatch):
     torch.testing.assert_close(found.double(), by_hand(inputs, variances, decay=0.1), rtol=1e-4, atol=1e-4)
 
 
+def test_a_learning_rate_may_be_a_tensor():
+    inputs, variances = gradients().float(), [0.3] * 12
+    found = run(adambc(lr=torch.tensor(0.1), weight_decay=0.1), inputs, variances)
+    torch.testing.assert_close(found, run(adambc(weight_decay=0.1), inputs, variances))
+
+
 def test_an_update_is_seen_by_autograd():
     """A graph that was made with the old parameters must not be walked with the new ones."""
     parameter = torch.ones(3, requires_grad=True)

@@ -11,8 +11,8 @@ def keep_freed_memory() -> bool:
     """Let glibc keep what is freed; whether it does.
 
     By its own rule it gives memory at the end of the heap back to the system. Whether the batch and the gradients of a
-    step lie there is chance; where they do, every step has them mapped and zeroed anew, a page fault for each 4 KiB,
-    and takes up to half as long again. A library must not decide that for its user's process, so only commands call it.
+    step lie there is chance; where they do, every step has them mapped and zeroed anew, a page fault for each 4 KiB.
+    A library must not decide that for its user's process, so only commands call it.
     """
     try:
         libc = ctypes.CDLL(None)

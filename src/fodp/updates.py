@@ -61,13 +61,13 @@ class AdamBC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update from the private gradients."""
         for group in self.param_groups:
-            first, second = group["betas"]
+            (first, second), lr = group["betas"], float(group["lr"])  # PyTorch takes a tensor for it too
             group["steps"] = steps = group.get("steps", 0) + 1
             before = group.get("noise_average", 0.0)
             group["noise_average"] = second * before + (1 - second) * group["noise_variance"]
             seen = 1 - second**steps  # v̂ = v/seen: the noise is scaled instead, and the root of it goes into the rate
             noise = group["noise_average"]
-            rate, kept = group["lr"] * math.sqrt(seen) / (1 - first**steps), 1 - group["lr"] * group["weight_decay"]
+            rate, kept = lr * math.sqrt(seen) / (1 - first**steps), 1 - lr * group["weight_decay"]
             shares = group.get("noise_shares") or [1.0] * len(group["params"])
             for parameter, share in zip(group["params"], shares, strict=True):
                 if parameter.grad is None:
