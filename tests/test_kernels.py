@@ -175,6 +175,7 @@ def test_the_weighted_product_is_that_of_the_reference(examples, fan_in, fan_out
         torch.randn(examples, fan_out, generator=generator),
     )
     weights, start = torch.rand(examples, generator=generator), torch.randn(fan_out, fan_in, generator=generator)
+    weights[::3] = 0  # these are left out
     flat = torch.full((fan_out * fan_in + 2,), 7.0)  # what lies beside the result stays
     exact = (weights.double().unsqueeze(1) * back.double()).t() @ inputs.double()
     for compiled in (True, False):
@@ -447,7 +448,9 @@ def test_a_keystream_that_errs_is_not_used(fresh, monkeypatch, right, wrong):
         ("= weights[i] * back[i", "= back[i"),  # nobody clipped
         ("total[r][v] += back[i * stride + r]", "total[r][v] += back[i * stride]"),  # one row for eight
         ("if (accumulate) for", "if (0) for"),
-        ("inputs + i * fan_in + at, sizeof(float) * width", "inputs + i * fan_in, sizeof(float) * width"),
+        ("inputs + used[i] * fan_in + at, sizeof(float) * width", "inputs + used[i] * fan_in, sizeof(float) * width"),
+        ("inputs + used[i] * width", "inputs + i * width"),  # of another example
+        ("weights[i] == 0", "weights[i] <= 0"),
     ],
 )
 def test_a_product_that_errs_is_not_used(fresh, monkeypatch, right, wrong):

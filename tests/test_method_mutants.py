@@ -268,7 +268,7 @@ class CleanPrevious(DPSAT):
             release = super().step(run, state)
         finally:
             run.release = released
-        state.previous = clean[0]
+        state.ascent = clean[0] * (self.params.rho / clean[0].norm())
         return release
 
 

@@ -220,7 +220,7 @@ class _Pass:
 def _by_norm(function: ByNorm, norms: Tensor, otherwise: float) -> Tensor:
     """A user's function of the norms, one value per example; `otherwise` where it is not finite."""
     values = function(norms.clone()).to(norms).expand_as(norms)  # a clone: the function may work in place
-    return values.where(values.isfinite(), values.new_full((), otherwise))
+    return values.nan_to_num(otherwise, otherwise, otherwise)
 
 
 def clipped_sum(

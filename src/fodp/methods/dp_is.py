@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fodp import _checks
@@ -102,14 +101,13 @@ class DPIS(DPSGD):
 
     def _rejection(self, run: Steps, count: int, C: float, weight: float) -> Callable[[Tensor], Tensor]:
         """Weights (K̃/b)/‖g_i‖ of the kept, 0 of the others; each example has its own uniform number."""
-        draws = run.uniform(count, "keep")
+        thresholds = run.uniform(count, "keep") * C
         used = 0
 
         def weights(norms: Tensor) -> Tensor:
             nonlocal used
-            mine = draws[used : used + len(norms)].to(norms)
+            keep = thresholds[used : used + len(norms)].to(norms) < norms  # with probability min(1, ‖g_i‖/C)
             used += len(norms)
-            keep = mine * C < norms  # with probability min(1, ‖g_i‖/C)
-            return torch.where(keep, weight / norms.clamp(min=torch.finfo(norms.dtype).tiny), 0.0)
+            return norms.reciprocal_().mul_(weight).mul_(keep)  # a norm of zero is not kept; 0·∞ counts as zero
 
         return weights

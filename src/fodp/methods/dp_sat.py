@@ -35,17 +35,15 @@ class DPSAT(DPSGD):
 
     def init(self, plan: "Plan", size: int) -> Vectors:
         """No previous release yet."""
-        return Vectors(previous=None)
+        return Vectors(ascent=None)
 
     def step(self, run: Steps, state: Vectors) -> Tensor:
         """Ascend along the last release, descend with a fresh one."""
-        rho, p = self.params.rho, state.previous
+        rho = self.params.rho
         lot = run.draw()
-        if p is None or rho == 0:
-            gradients = run.gradients(lot)
-        else:
-            gradients = run.gradients(lot, at=((1.0, p * (rho / (p.norm() + 1e-16))),))
+        gradients = run.gradients(lot) if state.ascent is None else run.gradients(lot, at=((1.0, state.ascent),))
         query = gradients.clipped_sum(run.clip_norm)
         release = run.release(lot, query, std=run.plan.noise_multiplier * run.clip_norm)
-        state.previous = release.clone()
+        if rho > 0:
+            state.ascent = release * (rho / (release.norm() + 1e-16))
         return release
