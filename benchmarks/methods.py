@@ -89,8 +89,8 @@ def burst(step: Callable[[], None], count: int = BURST) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--starts", type=int, default=3, help="processes per method (default 3)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of interleaved bursts in each (default 8)")
+    parser.add_argument("--starts", type=int, default=6, help="processes per method (default 6)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of interleaved bursts in each (default 4)")
     everyone = [*METHODS, "dp-sam per-example"]
     parser.add_argument("--only", nargs="+", choices=everyone, metavar="METHOD", help="these methods only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON only")
