@@ -564,10 +564,10 @@ def test_a_count_that_takes_too_much_is_refused_before_the_first_step(method, pa
 TOLD = [(name, {}) for name in NAMES] + [("dp-sgd", smoothing) for smoothing in SMOOTHING[1:]]
 
 
-def told_and_got(method, smoothing, steps=160):
+def told_and_got(method, smoothing, steps=160, **more):
     """On empty lots there is nothing but noise: the variance AdamBC is told, and what it gets, step by step."""
-    params = {**smoothing, "update": "adambc", "lr": 1e-9, "weight_decay": 0.0}
-    if method == "dp-adam-ac":
+    params = {**smoothing, "update": "adambc", "lr": 1e-9, "weight_decay": 0.0, **more}
+    if method == "dp-adam-ac" and not more:
         params |= dict(clip_min=1.0, clip_max=1.0)
     training = trainer(plan(method, params, sampling_rate=1e-9, steps=steps), dataset=data(3))
     told, got = [], []
@@ -584,6 +584,18 @@ def test_adambc_is_told_the_variance_of_the_noise_that_it_gets(method, smoothing
     # Slow filters leave few independent numbers: 75 coordinates times 120 steps over about 20.
     assert sum(got[40:]) / sum(told[40:]) == pytest.approx(1.0, abs=0.15)
     assert sum(got[:8]) / sum(told[:8]) == pytest.approx(1.0, abs=0.3)  # also at the start
+
+
+@pytest.mark.parametrize("towards", [0.1, 0.9])
+@pytest.mark.parametrize(("method", "smoothing"), TOLD, ids=str)
+def test_adambc_is_told_the_variance_of_noise_that_changes(method, smoothing, towards):
+    """An adapted clip norm falls or rises by 4% a step here, and a filter still holds the noise of earlier ones."""
+    count_noise = 200.0 if method == "dp-is" else 3.0
+    more = dict(quantile=towards, count_noise=count_noise, clip_rate=0.1, clip_min=1e-9, clip_max=1e9)
+    told, got = told_and_got(method, smoothing, **more)
+    assert not 0.2 < told[-1] / told[60] < 5  # it does change
+    ratios = [mine / true for mine, true in zip(got, told, strict=True)]
+    assert sum(ratios[40:]) / 120 == pytest.approx(1.0, abs=0.15)
 
 
 def test_adambc_is_told_the_share_of_each_block():

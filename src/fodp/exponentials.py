@@ -56,7 +56,8 @@ class ExponentialSumMemory(WindowMemory):
         """How many lags `weights` tells: all that have been seen, but for those with hardly any weight."""
         return min(self._reach, self._writes)
 
-    def _by_lag(self) -> Floats:
+    def by_lag(self) -> Floats:
+        """Those of the sum, normalised."""
         return normalised((_values(self.decays, self.filled) @ self.shares).tolist())
 
     def _by_row(self) -> Floats:

@@ -15,7 +15,7 @@ from fodp._checks import PrivacyError
 from fodp.window import WindowMemory
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
-_RESPONSE_LENGTH = 2000
+RESPONSE_LENGTH = 2000
 
 
 class Filter(Protocol):
@@ -24,8 +24,8 @@ class Filter(Protocol):
     def __call__(self, release: Tensor) -> Tensor:
         """The filtered release; the release itself stays as it is."""
 
-    def noise_gain(self) -> float:
-        """Variance of the filtered noise over that of a release (Σ h², in the long run)."""
+    def noise_gains(self) -> Sequence[float]:
+        """h²: what this release's noise variance has in what comes out, then that of the one before it, …"""
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on elsewhere."""
@@ -41,9 +41,9 @@ class NoFilter:
         """The release."""
         return release
 
-    def noise_gain(self) -> float:
+    def noise_gains(self) -> Sequence[float]:
         """One."""
-        return 1.0
+        return (1.0,)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -62,19 +62,19 @@ class LowPass:
     def __init__(self, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)):
         self.a = tuple(_checks.number("a filter coefficient", value) for value in a)
         self.b = tuple(_checks.number("a filter coefficient", value) for value in b)
-        if not self.b or abs(sum(self.b) - sum(self.a) - 1) > 1e-6:
+        # Not to the last digit, as published coefficients are rounded: the output is divided by c_t anyway.
+        if not self.b or abs(sum(self.b) - sum(self.a) - 1) > 0.01:
             raise PrivacyError(f"the filter needs unit gain, sum(b) - sum(a) = 1; got a={self.a}, b={self.b}")
         if any(abs(root) >= 1 for root in _roots(self.a)):
             raise PrivacyError(f"the filter with a={self.a} is not stable: choose poles inside the unit circle")
-        response = _response(self.a, self.b)
-        corrections = list(accumulate(response))  # the answer to a constant is the summed answer to an impulse
-        if min(corrections) <= 0:
+        self._response = _response(self.a, self.b)
+        # The answer to a constant is the summed answer to an impulse.
+        self._constants = list(accumulate(self._response))
+        if min(self._constants) <= 0:
             raise PrivacyError(
                 f"the filter's answer to a constant must be above 0 from the first step on, since it is divided by "
                 f"it; got a={self.a}, b={self.b} (is b[0] above 0?)"
             )
-        powers = accumulate(h * h for h in response)
-        self._gains = [power / c**2 for power, c in zip(powers, corrections, strict=True)]
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._corrections: list[float] = []
@@ -96,9 +96,10 @@ class LowPass:
         self._corrections = [correction, *self._corrections][: len(self.a)]
         return output / correction
 
-    def noise_gain(self) -> float:
-        """Σ h² so far over the start-up correction's square: 1 at first, Σ h² in the long run."""
-        return self._gains[min(self._steps, len(self._gains)) - 1]
+    def noise_gains(self) -> Sequence[float]:
+        """h² so far over the start-up correction's square: in all 1 at first, Σ h² in the long run."""
+        seen = min(self._steps, len(self._response))
+        return [(h / self._constants[seen - 1]) ** 2 for h in self._response[:seen]]
 
     def state_dict(self) -> dict[str, Any]:
         """Past inputs, outputs and corrections."""
@@ -124,21 +125,21 @@ class MemoryAfterRelease:
 
     def __init__(self, beta: float, memory: WindowMemory):
         self.beta, self.memory = _checks.fraction("beta", beta), memory
-        self._gain = 1.0
+        self._mixed: Sequence[float] = ()  # shares of the last mix
 
     def __call__(self, release: Tensor) -> Tensor:
         """Mix, then remember."""
         u = self.memory.recall()
-        self._gain = self.beta**2 + (1 - self.beta) ** 2 * self.memory.noise_kept()
+        self._mixed = [self.beta, *((1 - self.beta) * weight for weight in self.memory.by_lag())]
         mixed = self.beta * release
         if u is not None:
             u.add_to(mixed, 1 - self.beta, release)  # and the products that remembering this release takes
         self.memory.write(release)
         return mixed
 
-    def noise_gain(self) -> float:
-        """β² + (1-β)²·Σ ŵ² of the last mix."""
-        return self._gain
+    def noise_gains(self) -> Sequence[float]:
+        """β², then ((1-β)·ŵ)² of the last mix."""
+        return [share * share for share in self._mixed]
 
     def state_dict(self) -> dict[str, Any]:
         """The memory."""
@@ -149,15 +150,15 @@ class MemoryAfterRelease:
         self.memory.load_state_dict(state)
 
 
-def feedback_gain(beta: float, weights: Tensor) -> float:
-    """Σ h² of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}: what FO's feedback makes of the noise of its releases."""
-    return sum(h * h for h in _response(tuple(-(1 - beta) * w for w in weights.tolist()), (1.0,)))
+def feedback_gains(beta: float, weights: Tensor) -> Sequence[float]:
+    """h² of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}: what FO's feedback makes of the noise of its releases."""
+    return [h * h for h in _response(tuple(-(1 - beta) * w for w in weights.tolist()), (1.0,))]
 
 
 def _response(a: Sequence[float], b: Sequence[float]) -> list[float]:
     """The answer to an impulse, until it has died away."""
     response: list[float] = []
-    for n in range(_RESPONSE_LENGTH):
+    for n in range(RESPONSE_LENGTH):
         value = b[n] if n < len(b) else 0.0
         value -= sum(factor * response[n - 1 - r] for r, factor in enumerate(a) if n - 1 - r >= 0)
         response.append(value)

@@ -42,7 +42,8 @@ class UniformMemory(WindowMemory):
     def __init__(self, window: int = 8, *, bfloat16: bool = False):
         super().__init__(window, bfloat16=bfloat16)
 
-    def _by_lag(self) -> Floats:
+    def by_lag(self) -> Floats:
+        """All the same."""
         return normalised([1.0] * self.filled)
 
 
@@ -57,7 +58,8 @@ class ExponentialMemory(WindowMemory):
         super().__init__(window, bfloat16=bfloat16)
         self.decay = _checks.open_fraction("decay", decay)
 
-    def _by_lag(self) -> Floats:
+    def by_lag(self) -> Floats:
+        """decay^(j-1), normalised."""
         return normalised([self.decay**lag for lag in range(self.filled)])
 
 
@@ -190,7 +192,8 @@ class FractionalMemory(WindowMemory):
         norm = math.sqrt(self._trend_square)
         return norm / (norm + self.zeta)
 
-    def _by_lag(self) -> Floats:
+    def by_lag(self) -> Floats:
+        """a_j, normalised."""
         logs = self._log_power_law[: self.filled]
         if self._scored:
             # A tempering beyond all floats is a weight of zero; the limit keeps it from being infinity times nothing.

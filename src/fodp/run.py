@@ -2,9 +2,11 @@
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from fodp.buffers import KeptBuffers
 from fodp.clipping.batches import Batch, Parts, repeat
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
-from fodp.filters import Filter
+from fodp.filters import RESPONSE_LENGTH, Filter
 from fodp.mechanism import Query
 from fodp.noise import Streams
 from fodp.plan import Plan
@@ -68,6 +70,8 @@ class Run:
         if self.adaptive_clip is not None:
             for phase in plan.events():
                 self.adaptive_clip.rest(phase.events[-1].noise_multiplier)  # refuses a count that takes everything
+        # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
+        self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
         self._begin()
 
     def _begin(self) -> None:
@@ -76,7 +80,7 @@ class Run:
         self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
         self._releases: dict[int, int] = {}  # how many each lot has made
         self._count: Tensor | None = None  # the released count that will move the clip norm
-        self._noise_std = 0.0
+        self._noise_std = 0.0  # of the step's last release
 
     def take_step(self) -> Tensor:
         """One step of the method: its private sum, filtered, to be divided by the plan's lot size."""
@@ -91,6 +95,7 @@ class Run:
             raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
         if self.adaptive_clip is not None and self._count is not None:
             self.adaptive_clip.move(float(self._count))
+        self._noise_stds.appendleft(self._noise_std)
         self.step += 1
         return self.filter(released)
 
@@ -182,8 +187,10 @@ class Run:
 
     def noise_variance(self) -> float:
         """Variance per coordinate of the noise in what the optimizer gets: public numbers only."""
-        gain = self.method.noise_gain(self.state) * self.filter.noise_gain()
-        return gain * (self._noise_std / self.plan.lot_size) ** 2
+        # One of the two is a single number: what must know the variance gets no noise that was filtered twice.
+        gains = np.convolve(self.method.noise_gains(self.state), self.filter.noise_gains()).tolist()
+        total = math.fsum(gain * std * std for gain, std in zip(gains, self._noise_stds, strict=False))
+        return total / self.plan.lot_size**2
 
     def parameters(self) -> Tensor:
         """The model's trainable parameters as one flat vector."""
@@ -207,6 +214,7 @@ class Run:
             "method": self.state.state_dict(),
             "filter": self.filter.state_dict(),
             "clip_norm": clip,
+            "noise_stds": list(self._noise_stds),
             "kernels": kernels.library() is not None,
             # Where lots are split says something about the records in them; a secure run can do without.
             "rows_at_once": self.engine.rows_at_once if self.plan.seed is not None else None,
@@ -216,6 +224,8 @@ class Run:
         """Take over a saved state."""
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
+        self._noise_stds.clear()
+        self._noise_stds.extend(state["noise_stds"])
         self.engine.rows_at_once = state.get("rows_at_once")  # another split of a lot has other last bits
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])

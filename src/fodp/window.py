@@ -43,14 +43,10 @@ class WindowMemory(ABC):
     @property
     def weights(self) -> Tensor:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
-        return torch.tensor(self._by_lag(), dtype=torch.float64)
-
-    def noise_kept(self) -> float:
-        """Σ ŵ²: the variance of the average over that of a release, if releases were independent noise."""
-        return math.fsum(weight * weight for weight in self._by_lag())
+        return torch.tensor(self.by_lag(), dtype=torch.float64)
 
     @abstractmethod
-    def _by_lag(self) -> Floats:
+    def by_lag(self) -> Floats:
         """The weights of lags 1, 2, …: what makes one memory differ from another."""
 
     def read(self, out: Tensor | None = None) -> Tensor | None:
@@ -90,7 +86,7 @@ class WindowMemory(ABC):
 
     def _by_row(self) -> Floats:
         """The weights of the rows in `_order`."""
-        return self._by_lag()
+        return self.by_lag()
 
     def _fit(self, release: Tensor) -> None:
         """Refuse what is not a release of this memory's size; make the table for the first one."""

@@ -234,9 +234,10 @@ class Method:
         """One step: the private sum to hand to the optimizer (which gets it divided by L)."""
         raise NotImplementedError
 
-    def noise_gain(self, state: Any) -> float:
-        """Variance of what `step` returns over that of the noise its last release added."""
-        return 1.0
+    def noise_gains(self, state: Any) -> Sequence[float]:
+        """What the noise variance of the step's last release has in what `step` returns, then that of the step
+        before it, …"""
+        return (1.0,)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """The method's own optimizer."""

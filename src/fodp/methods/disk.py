@@ -1,6 +1,7 @@
 """DiSK: DP-SGD with a simplified Kalman filter on the gradients."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
+from fodp.filters import RESPONSE_LENGTH
 from fodp.methods.base import Steps, Vectors
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 
@@ -44,7 +46,7 @@ class DiSK(DPSGD):
 
     def init(self, plan: "Plan", size: int) -> Vectors:
         """No point and no estimate yet."""
-        return Vectors(point=None, estimate=None, gain=1.0)
+        return Vectors(point=None, estimate=None, seen=0)
 
     def step(self, run: Steps, state: Vectors) -> Tensor:
         """Predict at the extrapolated point, correct with gain κ."""
@@ -59,12 +61,11 @@ class DiSK(DPSGD):
             at = ((c, ahead),) if math.isclose(c, 1) else ((c, ahead), (1 - c, None))
             gradients = run.gradients(lot, at=at)
         y = run.release(lot, gradients.clipped_sum(run.clip_norm), std=run.plan.noise_multiplier * run.clip_norm)
-        first = state.estimate is None
-        estimate = y if first else torch.lerp(state.estimate, y, kappa)
-        state.point, state.estimate = theta, estimate.clone()
-        state.gain = 1.0 if first else (1 - kappa) ** 2 * state.gain + kappa**2
+        estimate = y if state.estimate is None else torch.lerp(state.estimate, y, kappa)
+        state.point, state.estimate, state.seen = theta, estimate.clone(), state.seen + 1
         return estimate
 
-    def noise_gain(self, state: Vectors) -> float:
-        """1 at first, κ/(2-κ) in the long run."""
-        return state.gain
+    def noise_gains(self, state: Vectors) -> Sequence[float]:
+        """In all 1 at first, κ/(2-κ) in the long run."""
+        kappa, before = self.params.kappa, min(state.seen, RESPONSE_LENGTH) - 1
+        return [*((kappa * (1 - kappa) ** lag) ** 2 for lag in range(before)), (1 - kappa) ** (2 * before)]

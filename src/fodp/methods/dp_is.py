@@ -1,6 +1,6 @@
 """DP-IS: importance sampling in rejection form, with a public cap on the rate and a noisy normaliser."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,9 +92,9 @@ class DPIS(DPSGD):
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
         return release.mul_(plan.sampling_rate)
 
-    def noise_gain(self, state: Vectors) -> float:
+    def noise_gains(self, state: Vectors) -> Sequence[float]:
         """The release is scaled by q, which is public; the run knows the rest."""
-        return state.rate**2
+        return (state.rate**2,)
 
     def _cap(self, plan: "Plan") -> float:
         return min(1.0, plan.sampling_rate * self.params.rate_cap)

@@ -1,5 +1,6 @@
 """FO-DP-SGD, Algorithm 1 of "Deep Learning under Fractional-Order Differential Privacy"."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,7 +10,7 @@ from fodp import _checks, schedule
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, Phase
 from fodp.exponentials import ExponentialSumMemory
-from fodp.filters import feedback_gain
+from fodp.filters import feedback_gains
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.methods.base import CommonParams, Method, Steps
 from fodp.schedule import Schedule
@@ -114,6 +115,6 @@ class FODPSGD(Method):
         memory.write(release)  # lines 20 to 25: buffer and EMA trend
         return release  # line 19: divided by the public L, given to the optimizer
 
-    def noise_gain(self, memory: WindowMemory) -> float:
+    def noise_gains(self, memory: WindowMemory) -> Sequence[float]:
         """What the feedback of earlier releases makes of the noise, at the memory's present weights."""
-        return feedback_gain(schedule.value_at(self.params.beta, max(0, memory.written - 1)), memory.weights)
+        return feedback_gains(schedule.value_at(self.params.beta, max(0, memory.written - 1)), memory.weights)

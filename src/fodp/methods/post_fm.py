@@ -1,5 +1,6 @@
 """Post-FM-DP-SGD: fractional memory after a standard release, the paper's comparison to FO-DP-SGD."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,6 @@ class PostFM(DPSGD):
         memory.beta = value_at(self.params.beta, run.step)
         return memory(super().step(run, None))
 
-    def noise_gain(self, memory: MemoryAfterRelease) -> float:
-        """β² + (1-β)²·Σ ŵ²."""
-        return memory.noise_gain()
+    def noise_gains(self, memory: MemoryAfterRelease) -> Sequence[float]:
+        """β², then ((1-β)·ŵ)²."""
+        return memory.noise_gains()
