@@ -59,12 +59,23 @@ class TestAccounting:
         assert 2.97 <= json.loads(out)["epsilon"] <= 3
 
 
-def test_methods_lists_the_table(capsys):
+def test_methods_lists_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
     _, out, _ = run(capsys, "methods", "--json")
     assert {row["name"] for row in json.loads(out)} == set(METHODS)
     code, out, _ = run(capsys, "methods")
     assert code == 0
-    assert "fo-dp-sgd" in out
+    for words in ("fo-dp-sgd", "queries", "costs", "when to use it", "Partohaghighi", "one gradient", "second query"):
+        assert words in out
+    _, out, _ = run(capsys, "methods", "dp-is")
+    for words in (
+        "Wei, Bao",
+        "σ of the gradient query",
+        "normaliser_noise=50.0",
+        "`rate_cap`: the most",
+        "Reconstruction",
+    ):
+        assert words in out
 
 
 class TestTrain:
@@ -136,11 +147,26 @@ class TestTrain:
         assert 3.96 <= json.loads(out.splitlines()[-1])["epsilon"] <= 4
 
     @pytest.mark.skipif("FODP_DATA" not in os.environ, reason="needs FODP_DATA: the folder with the .npz files")
+    @pytest.mark.parametrize("method", sorted(METHODS))
     @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "svhn"])
-    def test_every_data_set(self, capsys, tmp_path, dataset):
-        words = ["--dataset", dataset, "--method", "sa-dpsgd", "--epochs", "0.2", "--out", str(tmp_path / "r")]
-        code, _, err = run(capsys, "train", *QUICK, *words)
-        assert (code, err) == (0, "")
+    def test_every_method_on_every_data_set(self, capsys, tmp_path, dataset, method):
+        code, out, err = run(
+            capsys, "train", "--dataset", dataset, "--method", method, "--target-epsilon", "4", "--accountant", "rdp",
+            "--epochs", "0.08", "--quiet", "--json", "--threads", "1", "--out", str(tmp_path / "r"),
+        )  # fmt: skip
+        assert code == 0, err
+        assert 3.96 <= json.loads(out.splitlines()[-1])["epsilon"] <= 4
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_every_method_meets_a_small_target(self, capsys, tmp_path, method):
+        """Here z is above what L/20 of noise on a count leaves."""
+        code, out, err = run(
+            capsys, "train", "--method", method, "--target-epsilon", "0.05", "--accountant", "rdp", "--epochs", "1",
+            "--quiet", "--json", "--threads", "1", "--out", str(tmp_path / "r"),
+            *(["--set", "normaliser_noise=500"] if method == "dp-is" else []),
+        )  # fmt: skip
+        assert code == 0, err
+        assert 0.0495 <= json.loads(out.splitlines()[-1])["epsilon"] <= 0.05
 
     def test_sa_dpsgd_wants_a_public_split_of_own_data(self, capsys, tmp_path):
         images, labels = np.zeros((9, 2, 2), dtype=np.uint8), np.zeros(9, dtype=np.int64)

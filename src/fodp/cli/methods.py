@@ -62,6 +62,7 @@ def method_rows() -> list[dict[str, Any]]:
                 "reconstruction": method.reconstruction,
                 "params": {k: v for k, v in defaults.items() if k not in common or common[k] != v},
                 "doc": _paragraphs(method.__doc__),
+                "params_doc": _listed(method.Params.__doc__),
             }
         )
     return rows
@@ -79,11 +80,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "Set a parameter with `--set name=value` or `params=dict(name=value)`. Compare methods at equal ε",
         "(`--target-epsilon`), never at equal noise.",
         "",
-        "| method | what it is | queries per step | costs | when to use it |",
-        "| --- | --- | --- | --- | --- |",
+        "| method | what it is | reference | queries per step | costs | when to use it |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [f"| `{r['name']}` | {r['summary']} | {r['queries']} | {r['cost']} | {r['advice']} |" for r in rows]
-    lines += ["", "## Parameters of every method", "", *_paragraphs(CommonParams.__doc__).splitlines(), ""]
+    for row in rows:
+        columns = (row[key] for key in ("summary", "reference", "queries", "cost", "advice"))
+        lines.append(" | ".join((f"| `{row['name']}`", *columns)) + " |")
+    lines += ["", "## Parameters of every method", "", *_listed(CommonParams.__doc__).splitlines(), ""]
     defaults = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(CommonParams))
     lines += [f"Defaults: {defaults}.", ""]
     for row in rows:
@@ -95,10 +98,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def _about(row: dict[str, Any]) -> list[str]:
     own = ", ".join(f"`{name}={value}`" for name, value in row["params"].items()) or "the common ones"
     lines = [row["doc"], "", f"* Reference: {row['reference']}."]
-    lines += [f"* The noise multiplier means: {row['noise_meaning']}.", f"* Parameters: {own}."]
+    lines += [f"* The noise multiplier means: {row['noise_meaning']}."]
     if row["reconstruction"]:
-        lines.append(f"* Reconstruction, not read in the source: {row['reconstruction']}.")
-    return lines
+        lines.append(f"* Reconstruction or departure from the source: {row['reconstruction']}.")
+    return [*lines, f"* Parameters: {own}.", "", row["params_doc"]]
 
 
 _OWN_METHOD = """## A method of your own
@@ -111,10 +114,18 @@ from fodp.accounting import Event, Phase
 from fodp.methods import CommonParams, Method, register
 
 
+@dataclass(frozen=True, kw_only=True)
+class SignParams(CommonParams):
+    \"\"\"What `--set` and `params` take, beside the common ones: `scale`, the size of a step.\"\"\"
+
+    scale: float = 1.0
+
+
 @register
 class SignSGD(Method):
     \"\"\"The sign of a DP-SGD release: post-processing, so one event (q, σ).\"\"\"
 
+    Params = SignParams
     name = "sign-sgd"
     summary = "Signs of DP-SGD releases."
     reference = "an example"
@@ -127,8 +138,15 @@ class SignSGD(Method):
         lot = run.draw()
         query = run.gradients(lot).clipped_sum(run.clip_norm)
         release = run.release(lot, query, std=run.plan.noise_multiplier * run.clip_norm)
-        return release.sign() * run.clip_norm
+        return release.sign() * self.params.scale * run.clip_norm
 ```"""
+
+
+def _listed(doc: str | None) -> str:
+    """A docstring whose lines of the form `name: meaning` are the points of a list."""
+    import re
+
+    return re.sub(r"^(\w+): ", r"* `\1`: ", _paragraphs(doc), flags=re.MULTILINE)
 
 
 def _paragraphs(doc: str | None) -> str:

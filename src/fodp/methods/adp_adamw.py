@@ -35,8 +35,10 @@ class ADPAdamW(DPAdamW):
     """σ_e = σ_0·decay^e from epoch e on, in plateaus; events (q, σ_e), composed over all steps.
 
     A reconstruction: the paper's source for ADP-AdamW (Chilukoti et al. 2025) could not be read; "adaptive"
-    is taken to be the decaying noise multiplier of the same group's other work. The schedule is public, so it
-    costs nothing beyond what its smaller noise costs: calibration moves σ_0 so that the total ε is the target.
+    is taken to be the decaying noise multiplier of the same group's other work. It could also mean adaptive
+    clipping (`quantile` does that, with any method) or noise that follows the gradients (which would need queries
+    of its own). The schedule is public, so it costs nothing beyond what its smaller noise costs: calibration moves
+    σ_0 so that the total ε is the target.
     """
 
     name = "adp-adamw"

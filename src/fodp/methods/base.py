@@ -38,7 +38,8 @@ class CommonParams:
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
         `filter_b`) or fractional (`filter_beta`); acts on releases, whatever the update.
     quantile: None keeps the clip norm; a fraction adapts it so that about that share of the examples is
-        unclipped. Costs no ε: the noisy count (`count_noise`, default L/20) is released jointly.
+        unclipped. Costs no ε: the noisy count (`count_noise`, default L/20, or z where that is larger) is
+        released jointly. It starts at the plan's clip norm, moves by `clip_rate`, within `clip_min` and `clip_max`.
     """
 
     lr: float = 0.1
@@ -96,12 +97,26 @@ class CommonParams:
             raise PrivacyError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
 
     def _refuse_what_would_not_act(self) -> None:
+        self._refuse_unused(self.update != "sgd", "update='adam' or the like", "beta1", "beta2")
+        self._refuse_unused(self.update in ("adam", "adamw"), "update='adam' or 'adamw'", "adam_eps")
+        self._refuse_unused(self.update in ("adambc", "adamwbc"), "update='adambc' or 'adamwbc'", "bc_floor")
+        self._refuse_unused(self.filter == "doppler", "filter='doppler'", "filter_a", "filter_b")
+        self._refuse_unused(self.filter == "fractional", "filter='fractional'", "filter_beta")
+        adapted = self.quantile is not None
+        self._refuse_unused(adapted, "a quantile", "count_noise", "clip_rate", "clip_min", "clip_max")
         if self.momentum and self.update != "sgd" and self.filter != "momentum":
             raise PrivacyError(f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'")
         if self.weight_decay and self.update not in ("adamw", "adamwbc"):
             raise PrivacyError(
                 f"weight_decay does nothing with update {self.update!r}: set it to 0, or update to adamw or adamwbc"
             )
+
+    def _refuse_unused(self, acting: bool, needed: str, *names: str) -> None:
+        """Refuse parameters that were set and would do nothing; only defaults may wait for `needed`."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in names:
+            if not acting and getattr(self, name) != defaults[name]:
+                raise PrivacyError(f"{name} does nothing without {needed}: set that too, or leave {name} out")
 
     def make_filter(self, noise_std: float, size: int) -> Filter:
         """A fresh filter for releases of this size and noise."""
@@ -119,7 +134,9 @@ class CommonParams:
         """The adaptive clip norm, if one was asked for."""
         if self.quantile is None:
             return None
-        noise = plan.lot_size / 20 if self.count_noise is None else self.count_noise
+        noise = self.count_noise
+        if noise is None:  # at least z, however large that is: then the count is a quarter of what a step costs
+            noise = max(plan.lot_size / 20, *(phase.events[-1].noise_multiplier for phase in plan.events()))
         return AdaptiveClip(
             plan.clip_norm, self.quantile, noise, plan.lot_size, self.clip_rate, self.clip_min, self.clip_max
         )

@@ -48,6 +48,8 @@ class DPAdamACParams(DPAdamWParams):
             )
         _checks.at_least_zero("band", self.band)
         _checks.open_fraction("smoothing", self.smoothing)
+        steering = "band", "up", "down", "factor_min", "factor_max", "smoothing"
+        self._refuse_unused(self.quantile is not None, "a quantile", *steering)
 
 
 class DPAdamAC(DPAdamW):
@@ -55,8 +57,9 @@ class DPAdamAC(DPAdamW):
 
     As published the method has no valid ε: it moves the clip norm and the learning rate by raw norms of private
     gradients, and clips sums of micro-batches. Here both follow the released count alone: this private form is
-    a reconstruction of ours, its constants are from a third party's implementation. The published method
-    also evaluates an average of the iterates; use `WeightAverage` for that, with any method.
+    a reconstruction of ours. Quantile, clip range, band, steps and range of the factor are from a third party's
+    implementation; learning rate, smoothing and the clip norm's rate are ours. The published method also evaluates
+    an average of the iterates; use `WeightAverage` for that, with any method.
     """
 
     name = "dp-adam-ac"
@@ -64,7 +67,7 @@ class DPAdamAC(DPAdamW):
     reference = "Yang, DP-Adam-AC, arXiv 2510.05288 (as published it has no valid ε)"
     noise_meaning = "z, the joint multiplier of the sum and the count"
     advice = "When neither clip norm nor learning rate can be tuned."
-    reconstruction = "the private form is ours; constants from a third-party implementation"
+    reconstruction = "the private form is ours; most constants are from a third-party implementation"
     Params = DPAdamACParams
 
     def init(self, plan: "Plan", size: int) -> Vectors:

@@ -33,6 +33,7 @@ class DPSAMParams(DPSGDParams):
         _checks.at_least_zero("rho", self.rho)
         _checks.positive("ascent_noise", self.ascent_noise)
         _checks.one_of("variant", self.variant, VARIANTS)
+        self._refuse_unused(self.variant == "two-query", "variant='two-query'", "ascent_noise")
 
 
 class DPSAM(DPSGD):
@@ -41,6 +42,10 @@ class DPSAM(DPSGD):
     The ascent direction must be noisy: from a clean batch gradient, one example would move the point at which
     every other example's gradient is taken, and the sensitivity would no longer be C. The per-example variant
     (ours, not published) has one event (q, σ).
+
+    The paper cites Phan et al. (ICDM 2017), an adaptive Laplace mechanism, for its SA-DP-SGD: that is no variant of
+    DP-SGD and does not match. Its text calls the method adaptive or sharpness-aware and its running times list a DP-SAM
+    in that place, so this is SAM.
     """
 
     name = "dp-sam"

@@ -54,6 +54,8 @@ class FODPSGDParams(CommonParams):
             raise PrivacyError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
         _checks.open_fraction("compact_error", self.compact_error)
         self.memory(floor=1.0)  # checks the ranges of all the rest
+        self._refuse_unused(self.compact == "exponentials", "compact='exponentials'", "compact_error")
+        self._refuse_unused(self.tau > 0, "a tau above 0", "gamma", "kappa", "zeta", "eps")
 
     def memory(self, floor: float) -> WindowMemory:
         """A fresh memory with these settings."""

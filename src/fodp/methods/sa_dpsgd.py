@@ -30,7 +30,8 @@ class SADPSGD(DPSGD):
 
     Every proposal is charged, accepted or not: one event (q, σ) per step. Charging accepted ones only, as the
     authors' code does, is not justified. The score must come from data declared public (a held-out split, never
-    the test set); on private data it would be another query.
+    the test set); on private data it would be another query. A rejected proposal is undone in the model and the
+    optimizer, momentum included; a filter keeps what it has seen, which was released.
     """
 
     name = "sa-dpsgd"
