@@ -616,6 +616,11 @@ def test_adambc_is_told_the_variance_of_noise_that_changes(method, smoothing, to
     assert sum(ratios[40:]) / 120 == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.parametrize("smoothing", SMOOTHING, ids=str)
+def test_there_is_no_noise_before_the_first_step(smoothing):
+    assert trainer(plan("dp-sgd", smoothing)).run.noise_variance() == 0
+
+
 def test_adambc_is_told_the_share_of_each_block():
     params = dict(width=2.0, update="adambc", lr=1e-9)
     training = trainer(plan("block-dp-sgd", params, sampling_rate=1e-9, steps=200), dataset=data(3))

@@ -186,7 +186,9 @@ class Run:
         return self.adaptive_clip.fraction_of(float(self._count))
 
     def noise_variance(self) -> float:
-        """Variance per coordinate of the noise in what the optimizer gets: public numbers only."""
+        """Variance per coordinate of the noise in what the optimizer gets: public numbers only. 0 before any noise."""
+        if not self._noise_stds:
+            return 0.0
         # One of the two is a single number: what must know the variance gets no noise that was filtered twice.
         gains = np.convolve(self.method.noise_gains(self.state), self.filter.noise_gains()).tolist()
         total = math.fsum(gain * std * std for gain, std in zip(gains, self._noise_stds, strict=False))
