@@ -68,8 +68,11 @@ def test_scores_on_rounded_releases_are_off_by_half_units_at_most(gamma, fused):
     for t, release in enumerate(transcript, start=1):
         for memory in (exact, rounded):
             if fused and (u := memory.recall()) is not None:
-                u.add_to(torch.zeros(301), 1.0, release)  # takes the products on the way
-            memory.write(release)
+                mixed = release.clone()
+                u.add_to(mixed, 1.0, scale=0.5)  # takes the products of what was there on the way
+                memory.write(mixed)
+            else:
+                memory.write(release)
         trend, rounded_trend = exact.state_dict()["trend"], rounded.state_dict()["trend"]
         longest = max(r.norm().item() for r in transcript[:t])
         assert (trend - rounded_trend).norm() <= (HALF_UNIT + 1e-6) * longest

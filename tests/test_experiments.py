@@ -171,7 +171,7 @@ class TestCodeVersion:
     @pytest.mark.parametrize(
         ("where", "change"),
         [
-            ("fodp.recall.Recall.add_to", lambda self, out, factor, vector=None: None),
+            ("fodp.recall.Recall.add_to", lambda self, out, factor, scale=None: None),
             ("fodp.sampling.poisson_indices", lambda words, rate: np.arange(len(words))),
             ("fodp.filters.NoFilter.__call__", lambda self, release: 2 * release),
         ],

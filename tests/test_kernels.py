@@ -134,28 +134,29 @@ def mutual_products(table: torch.Tensor, order: list[int]) -> Products:
 def test_the_pass_over_a_window_is_that_of_the_reference(rows, size, dtype, reference):
     generator = torch.Generator().manual_seed(rows + size)
     table = torch.randn(rows + 1, size + 5, generator=generator).to(dtype)[:, :size]
-    start, other, trend = torch.randn(3, size, generator=generator)
+    start, trend = torch.randn(2, size, generator=generator)
     weights, order = np.linspace(-1, 2, rows), torch.randperm(rows + 1, generator=generator).tolist()
     *order, free = order
-    exact = start.double() + torch.from_numpy(weights) @ table[order].double()
+    memory = torch.from_numpy(weights) @ table[order].double()
     followed = trend.double() + 0.3 * (table[order[0]].double() - trend.double())
     for compiled in (True, False):
         if not compiled:
             reference()
         plain = start.clone()
         mix(plain, table, order, weights.tolist())
-        torch.testing.assert_close(plain.double(), exact, rtol=1e-5, atol=1e-5)
-        for vector in (None, other):  # what is remembered is the result itself, or another vector
+        torch.testing.assert_close(plain.double(), start.double() + memory, rtol=1e-5, atol=1e-5)
+        for scale in (None, 0.7):  # what is remembered is the result itself, or with a scale what it began as
             out, kept, moved = start.clone(), table.clone(), Trend(trend.clone(), table[order[0]], 0.3)
-            remembered = out if vector is None else vector
             products = mutual_products(table, order)
-            mix_and_remember(out, kept, order, weights.tolist(), remembered, free, moved, products)
-            assert torch.equal(out, plain)
-            assert torch.equal(kept[free], remembered.to(dtype))
+            mix_and_remember(out, kept, order, weights.tolist(), free, moved, products, scale)
+            exact = (scale or 1) * start.double() + memory
+            assert torch.equal(out, plain) or scale is not None
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+            assert torch.equal(kept[free], (out if scale is None else start).to(dtype))
             assert torch.equal(kept[order], table[order])
             assert moved.newest is None
             torch.testing.assert_close(moved.value.double(), followed, rtol=1e-5, atol=1e-5)
-            about = exact if vector is None else other.double()
+            about = exact if scale is None else start.double()
             expected = [float(about @ about), float(followed @ about), *(table[order].double() @ about).tolist()]
             tolerance = 1e-5 * float(about.norm()) * max(1.0, float(table.double().norm(dim=1).max()))
             np.testing.assert_allclose(products.of(free, rows), expected, rtol=1e-6, atol=tolerance)
@@ -276,7 +277,7 @@ def test_rows_are_rounded_as_pytorch_rounds(reference):
     odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4e38, -3.4e38, 1e-45, 2.0**-126])
     vector = torch.cat([ties, -ties, odd, torch.randn(1000)])
     table, trend = torch.zeros(2, len(vector), dtype=torch.bfloat16), Trend(torch.zeros(len(vector)))
-    mix_and_remember(torch.zeros(len(vector)), table, [0], [1.0], vector, 1, trend, Products(2))
+    mix_and_remember(vector.clone(), table, [0], [1.0], 1, trend, Products(2), scale=0.5)
     expected = vector.to(torch.bfloat16)
     assert torch.equal(table[1].isnan(), expected.isnan())
     assert torch.equal(table[1].nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
@@ -299,6 +300,11 @@ def test_what_was_remembered_is_that_vector_and_no_other():
     assert recall.has_remembered(out)
     out.mul_(2)
     assert not recall.has_remembered(out)
+    before = out.clone()
+    recall.add_to(out, 0.5, scale=0.1)  # remembers what was there
+    assert torch.equal(table[2], before)
+    torch.testing.assert_close(out, 0.1 * before + 1.5)
+    assert recall.has_remembered(out)
 
 
 def test_what_is_not_counted_is_not_taken_for_unchanged():

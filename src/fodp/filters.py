@@ -129,11 +129,19 @@ class MemoryAfterRelease:
 
     def __call__(self, release: Tensor) -> Tensor:
         """Mix, then remember."""
+        return self.mix_(release.clone())
+
+    def mix_(self, release: Tensor) -> Tensor:
+        """The same where nobody else needs the release: it may be overwritten."""
         u = self.memory.recall()
         self._mixed = [self.beta, *((1 - self.beta) * weight for weight in self.memory.by_lag())]
+        if u is not None and u.can_remember(release):
+            u.add_to(release, 1 - self.beta, scale=self.beta)
+            self.memory.write(release)  # which has been remembered as it was
+            return release
         mixed = self.beta * release
         if u is not None:
-            u.add_to(mixed, 1 - self.beta, release)  # and the products that remembering this release takes
+            u.add_to(mixed, 1 - self.beta)
         self.memory.write(release)
         return mixed
 

@@ -71,8 +71,8 @@ class Products:
 class Recall:
     """Σ weight·row over the rows of a table that `order` names, not yet worked out: a term of a query.
 
-    Adding it to a vector also does, with a trend, what remembering that vector takes (or another one): its inner
-    products, and a copy in the row `kept`. `has_remembered` tells, as long as nobody has changed the vector.
+    Adding it to a vector also does, with a trend, what remembering that vector takes: its inner products, and a copy
+    in the row `kept`. `has_remembered` tells, as long as nobody has changed the vector.
     """
 
     def __init__(
@@ -88,19 +88,24 @@ class Recall:
         self._kept, self._trend, self._products = kept, trend, products
         self._result: tuple[Tensor, int] | None = None
 
-    def add_to(self, out: Tensor, factor: float, vector: Tensor | None = None) -> None:
-        """out += factor · Σ weight·row; what is remembered is `vector`, or the new out."""
+    def add_to(self, out: Tensor, factor: float, scale: float | None = None) -> None:
+        """out += factor · Σ weight·row; what is remembered is the new out.
+
+        With a scale, out = scale·out + factor · Σ weight·row, and what is remembered is out as it was.
+        """
         rows = self._table, self._order, [factor * weight for weight in self._weights]
-        vector = out if vector is None else vector
         if self._trend is None or self._products is None:
-            mix(out, *rows)
+            mix(out if scale is None else out.mul_(scale), *rows)
         else:
-            mix_and_remember(out, *rows, vector, self._kept, self._trend, self._products)
-            # Where versions are not counted nobody can tell whether the vector is still the same.
-            self._result = None if vector.is_inference() else (vector, vector._version)
+            mix_and_remember(out, *rows, self._kept, self._trend, self._products, scale)
+            self._result = (out, out._version) if self.can_remember(out) else None
+
+    def can_remember(self, vector: Tensor) -> bool:
+        """Whether it remembers at all; where versions are not counted nobody can tell if a vector is still the same."""
+        return self._trend is not None and self._products is not None and not vector.is_inference()
 
     def has_remembered(self, vector: Tensor) -> bool:
-        """Whether `add_to` has remembered this very vector."""
+        """Whether `add_to` was the last to change this very vector, and has remembered it."""
         return self._result is not None and self._result[0] is vector and self._result[1] == vector._version
 
 
@@ -121,31 +126,34 @@ def mix_and_remember(
     table: Tensor,
     order: list[int],
     weights: Floats,
-    vector: Tensor,
     row: int,
     trend: Trend,
     products: Products,
+    scale: float | None = None,
 ) -> None:
-    """The same, and for a vector, which may be the new out: a copy in a free row, and that row's inner products.
+    """The same, and for the new out a copy in a free row, and that row's inner products.
 
-    The newest release of the trend is the first row in order.
+    With a scale these are of out as it was, and out is scaled before anything is added. The newest release of the
+    trend is the first row in order.
     """
-    _refuse_other_sizes(table, out, vector, trend.value)
-    library = _library(table, out, vector, trend.value)
+    _refuse_other_sizes(table, out, trend.value)
+    library = _library(table, out, trend.value)
     if library is not None:
         gamma = 0.0 if trend.newest is None else trend.gamma  # a trend that has followed it already stays
         square = products.values.buffer_info()[0], products.width
-        _compiled(library, out, table, order, weights, vector.data_ptr(), row, *square, trend.value.data_ptr(), gamma)
+        scaled = scale is not None, 1.0 if scale is None else scale
+        _compiled(library, out, table, order, weights, *square, row, trend.value.data_ptr(), gamma, *scaled)
         trend.newest = None
         return
     by_row, average = _by_row(table, order, weights).to(out), trend.settle()
+    vector = out.detach() if scale is None else out.detach().clone()
     products_of_parts = []
     for part in _parts(table):
         cached = table[:, part].to(out.dtype)
-        out[part].addmv_(cached.t(), by_row)
+        out[part].addmv_(cached.t(), by_row, beta=1 if scale is None else scale)
         products_of_parts.append(_products(cached, vector[part], average[part]))
     products.put(row, _summed(products_of_parts, order))
-    table[row].copy_(vector.detach())
+    table[row].copy_(vector)
 
 
 def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weights: Floats, *remember: Any) -> None:
@@ -159,7 +167,7 @@ def _compiled(library: CDLL, out: Tensor, table: Tensor, order: list[int], weigh
         len(order),
         out.numel(),
         factors.buffer_info()[0],
-        *(remember or (None, 0, None, 0, None, 0.0)),
+        *(remember or (None, 0, 0, None, 0.0, False, 1.0)),
     )
     torch.autograd.graph.increment_version(out)  # PyTorch has not seen the writing
 

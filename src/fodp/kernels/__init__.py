@@ -41,8 +41,8 @@ def library() -> ctypes.CDLL | None:
         found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
         found.fodp_normals.restype = None
         for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
-            rows, kept = (pointer, size, pointer, size, size, pointer), (size, pointer, size, pointer, ctypes.c_float)
-            recall.argtypes = [pointer, *rows, pointer, *kept]
+            rows, kept = (pointer, size, pointer, size, size, pointer), (pointer, size, size, pointer, ctypes.c_float)
+            recall.argtypes = [pointer, *rows, *kept, ctypes.c_int, ctypes.c_float]
             recall.restype = None
         for follow in (found.fodp_follow, found.fodp_follow_bfloat16):
             follow.argtypes, follow.restype = [pointer, pointer, ctypes.c_float, size], None

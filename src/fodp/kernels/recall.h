@@ -70,23 +70,24 @@ APART OF(mix_and_multiply)(OF(eight) rows, float *out, const float *v, size_t n,
     for (size_t j = 0; j < 8 && j < count; j++) products[j] += sum(sums[j]);
 }
 
-/* The same for the newest rows, which come last: now kept = v or the complete out, the trend follows the first row,
-   and own += <kept, kept>, <trend, kept>. */
+/* The same for the newest rows, which come last: out is scaled first, kept = v or the complete out, the trend follows
+   the first row, and own += <kept, kept>, <trend, kept>. */
 static inline __attribute__((always_inline)) void OF(remember)(
-    OF(eight) rows, float *out, const float *v, size_t n, double *products, size_t count, ENTRY *kept, float *trend,
-    float gamma, double *own, int itself) {
+    OF(eight) rows, float *out, float scale, const float *v, size_t n, double *products, size_t count, ENTRY *kept,
+    float *trend, float gamma, double *own, int earlier) {
     floats sums[8] = {{0}}, square = {0}, along = {0};
     #define DO(at, m) { \
         vector total = OF(matched)(OF(load)(out + at, m)), other = OF(matched)(OF(load)(v + at, m)), newest; \
         ALL_PARTS { \
             FETCH(x, at, m); \
+            if (earlier) total.part[p] *= scale; \
             EIGHT total.part[p] += rows.weight[j] * x[j]; \
             EIGHT sums[j] += x[j] * other.part[p]; \
             newest.part[p] = x[0]; \
         } \
         total = OF(unmatched)(total); \
         OF(store)(out + at, total, m); \
-        vector whole = itself ? total : OF(unmatched)(other); \
+        vector whole = earlier ? OF(unmatched)(other) : total; \
         vector average = OF(followed)(OF(load)(trend + at, m), OF(unmatched)(newest), gamma); \
         OF(store)(trend + at, average, m); \
         OF(keep)(kept + at, whole, m); \
@@ -99,14 +100,14 @@ static inline __attribute__((always_inline)) void OF(remember)(
     own[1] += sum(along);
 }
 
-#define REMEMBERED OF(eight) rows, float *out, const float *v, size_t n, double *products, size_t count, ENTRY *kept, \
-                   float *trend, float gamma, double *own
+#define REMEMBERED OF(eight) rows, float *out, float scale, const float *v, size_t n, double *products, size_t count, \
+                   ENTRY *kept, float *trend, float gamma, double *own
 APART OF(remember_out)(REMEMBERED) {
-    OF(remember)(rows, out, v, n, products, count, kept, trend, gamma, own, 1);
+    OF(remember)(rows, out, scale, v, n, products, count, kept, trend, gamma, own, 0);
 }
 
-APART OF(remember_other)(REMEMBERED) {
-    OF(remember)(rows, out, v, n, products, count, kept, trend, gamma, own, 0);
+APART OF(remember_earlier)(REMEMBERED) {
+    OF(remember)(rows, out, scale, v, n, products, count, kept, trend, gamma, own, 1);
 }
 #undef REMEMBERED
 #undef FETCH
@@ -122,35 +123,36 @@ void OF(fodp_follow)(float *trend, const ENTRY *newest, float gamma, size_t n) {
     #undef DO
 }
 
-/* out += sum_r weights[r] rows[r], where rows[r] is table[order[r]] and there is at least one. Then, if there is a v,
-   which is another vector or out itself: table[row] = v, trend += gamma (rows[0] - trend), and the row's products are
-   <v, v>, <trend, v>, and <rows[r], v> for every r; those of out are complete only when all rows have been read, so
-   they come from <rows[r], out before> and the rows' own products.
+/* out += sum_r weights[r] rows[r], where rows[r] is table[order[r]] and there is at least one. Then, if there are
+   products, and v is the new out: table[row] = v, trend += gamma (rows[0] - trend), and the row's products are <v, v>,
+   <trend, v>, and <rows[r], v> for every r; those of the new out are complete only when all rows have been read, so
+   they come from <rows[r], out before> and the rows' own products. With `earlier`, v is what out was, and out is
+   scaled before anything is added.
    Chunk by chunk, so that everything comes from main memory once, and eight rows at a time, since one alone would
    keep the processor waiting for memory. Sums of a chunk in float, of chunks in double. */
 void OF(fodp_recall)(float *out, ENTRY *table, size_t stride, const size_t *order, size_t count, size_t size,
-                     const float *weights, const float *v, size_t row, double *products, size_t width, float *trend,
-                     float gamma) {
+                     const float *weights, double *products, size_t width, size_t row, float *trend, float gamma,
+                     int earlier, float scale) {
     float before[CHUNK];
-    double *own = v ? products + row * width : 0, *past = v ? own + 2 : 0;
-    for (size_t r = 0; v && r < count + 2; r++) own[r] = 0;
+    double *own = products ? products + row * width : 0, *past = products ? own + 2 : 0;
+    for (size_t r = 0; products && r < count + 2; r++) own[r] = 0;
     for (size_t at = 0; at < size; at += CHUNK) {
         size_t n = least(size - at, CHUNK), r = (count - 1) / 8 * 8;
-        const float *other = v ? v + at : 0;
-        if (v == out && r) other = memcpy(before, out + at, sizeof(float) * n); /* the mix would change it */
+        const float *other = out + at;
+        float last_scale = r ? 1 : scale; /* a mix of older rows comes after it */
+        if (products && r) other = memcpy(before, out + at, sizeof(float) * n); /* the mix would change it */
+        for (size_t i = 0; earlier && r && i < n; i++) out[at + i] *= scale;
         #define ROWS OF(eight_from)(r, table + at, stride, order, count, weights)
-        #define PRODUCTS out + at, other, n, past + r, count - r
-        for (; v && r; r -= 8) OF(mix_and_multiply)(ROWS, PRODUCTS);
-        for (; !v && r; r -= 8) OF(mix)(ROWS, out + at, n);
-        #define KEPT table + row * stride + at, trend + at, gamma, own
-        if (!v) OF(mix)(ROWS, out + at, n);
-        else if (v == out) OF(remember_out)(ROWS, PRODUCTS, KEPT);
-        else OF(remember_other)(ROWS, PRODUCTS, KEPT);
+        for (; products && r; r -= 8) OF(mix_and_multiply)(ROWS, out + at, other, n, past + r, count - r);
+        for (; !products && r; r -= 8) OF(mix)(ROWS, out + at, n);
+        #define NEWEST out + at, last_scale, other, n, past, count, table + row * stride + at, trend + at, gamma, own
+        if (!products) OF(mix)(ROWS, out + at, n);
+        else if (earlier) OF(remember_earlier)(ROWS, NEWEST);
+        else OF(remember_out)(ROWS, NEWEST);
         #undef ROWS
-        #undef PRODUCTS
-        #undef KEPT
+        #undef NEWEST
     }
-    for (size_t r = 0; v == out && r < count; r++) {
+    for (size_t r = 0; products && !earlier && r < count; r++) {
         past[r] += weights[r] * products[order[r] * width];
         for (size_t i = 0; i < r; i++) past[r] += weights[i] * products[order[i] * width + 1 + r - i];
         for (size_t i = r + 1; i < count; i++) past[r] += weights[i] * products[order[r] * width + 1 + i - r];

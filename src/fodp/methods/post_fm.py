@@ -44,7 +44,7 @@ class PostFM(DPSGD):
     def step(self, run: Steps, memory: MemoryAfterRelease) -> Tensor:
         """An ordinary DP-SGD release, then memory."""
         memory.beta = value_at(self.params.beta, run.step)
-        return memory(super().step(run, None))
+        return memory.mix_(super().step(run, None))
 
     def noise_gains(self, memory: MemoryAfterRelease) -> Sequence[float]:
         """β², then ((1-β)·ŵ)²."""
