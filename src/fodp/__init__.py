@@ -15,6 +15,7 @@ _HOME = {
     "Ledger": "fodp.ledger",
     "make_private": "fodp.training.drop_in",
     "clipped_sum": "fodp.clipping",
+    "Clipper": "fodp.clipping",
     "check": "fodp.clipping",
     "FractionalMemory": "fodp.memory",
     "UniformMemory": "fodp.memory",
@@ -27,12 +28,14 @@ _HOME = {
     "PrivacyError": "fodp._checks",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [*_HOME, "__version__", "losses"]
 
 if TYPE_CHECKING:
+    from fodp import losses as losses
     from fodp._checks import PrivacyError as PrivacyError
     from fodp.accounting import calibrate as calibrate
     from fodp.accounting import epsilon as epsilon
+    from fodp.clipping import Clipper as Clipper
     from fodp.clipping import check as check
     from fodp.clipping import clipped_sum as clipped_sum
     from fodp.exponentials import ExponentialSumMemory as ExponentialSumMemory
@@ -48,7 +51,12 @@ if TYPE_CHECKING:
     from fodp.training.trainer import Trainer as Trainer
 
 
+_ROOMS = ("losses",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"fodp.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fodp' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

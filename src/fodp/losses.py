@@ -1,0 +1,48 @@
+"""One loss per example, for models whose usual loss is a mean over the whole lot.
+
+A mean over the tokens of a lot couples its examples: what one token weighs depends on how many tokens the others
+have, and a long example weighs more than the clip norm allows. Here a record's loss is the mean over its own tokens.
+
+    losses = fodp.losses.causal_lm(model(**batch).logits, batch["labels"])     # for fodp.Trainer's loss_fn
+    losses.mean().backward()                                                   # in a loop of your own
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fodp._checks import PrivacyError
+
+IGNORED = -100  # the label of positions that do not count, as Hugging Face's models have it
+
+
+def causal_lm(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """The loss of predicting each token from those before it, [examples]; labels as given to the model, not shifted.
+
+    Example:
+        >>> import torch, fodp
+        >>> logits, labels = torch.zeros(2, 4, 8), torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]])
+        >>> fodp.losses.causal_lm(logits, labels)
+        tensor([2.0794, 2.0794])
+    """
+    return tokens(logits[:, :-1], labels[:, 1:], ignored)
+
+
+def tokens(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """The loss at each position by itself, for masked language models and labels of tokens, [examples].
+
+    logits: [examples, positions, classes]; labels: [examples, positions]. An example without a position that counts
+    has the loss zero.
+    """
+    if logits.dim() != 3 or labels.shape != logits.shape[:2]:
+        raise PrivacyError(
+            f"expected logits [examples, positions, classes] and labels [examples, positions], got {logits.dim()} and "
+            f"{labels.dim()} dimensions that do not fit together: give the model's logits and its own labels"
+        )
+    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=ignored)
+    counts = (labels != ignored).sum(1)
+    return each.view(labels.shape).sum(1) / counts.clamp(min=1)
+
+
+def classes(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of one label per example, [examples]."""
+    return F.cross_entropy(logits.float(), labels, reduction="none")
