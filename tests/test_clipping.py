@@ -67,7 +67,8 @@ def assert_close(found: Tensor, expected: Tensor, clip_norm: float) -> None:
 def checked_engine(model: nn.Module, loss_fn: Callable[..., Tensor] = probe, batch: Any = None) -> Engine:
     """An engine that has passed its self-check and works fast."""
     engine = Engine(model, loss_fn)
-    engine.uses(vectors() if batch is None else batch)
+    for _ in range(2):  # the first lots are looked at whole
+        engine.uses(vectors() if batch is None else batch)
     assert engine._checked
     assert not engine._loop
     return engine
@@ -123,11 +124,13 @@ def test_a_loss_that_mixes_examples_takes_the_loop(name: str) -> None:
 
 
 @pytest.mark.rule(4)
-def test_a_mean_repeated_for_everyone_is_its_own_sum() -> None:
-    """The sum of the losses is all that is differentiated: here it falls apart into examples again."""
+def test_a_mean_repeated_for_everyone_takes_the_loop() -> None:
+    """Each loss holds all examples, although the sum of the losses falls apart into examples again."""
     model, x = mlp(), vectors()
     truth = clipped(gradients_by_hand(model, probe, x), 0.3).sum(0)
-    assert_close(clipped_sum(model, lambda m, x: probe(m, x).mean().expand(len(x)), x, 0.3), truth, 0.3)
+    with pytest.warns(UserWarning, match="mixes the examples of a lot"):
+        found = clipped_sum(model, lambda m, x: probe(m, x).mean().expand(len(x)), x, 0.3)
+    assert_close(found, truth, 0.3)
 
 
 @pytest.mark.rule(4)
@@ -283,7 +286,6 @@ RANDOM_INSIDE: dict[str, Callable[[], nn.Module]] = {
         s=lambda: nn.Parameter(torch.randn(6)),
     ),
     "own randomness": sequential(linear(), lambda: NoisyInside(6)),
-    "functional dropout": structure(lambda m, x: F.dropout(m.a(x), 0.5, m.training), a=linear()),
     "functional dropout in a layer without a rule": structure(
         lambda m, x: F.dropout(m.a(x) * m.s, 0.5, m.training), a=linear(), s=lambda: nn.Parameter(torch.randn(6))
     ),
@@ -749,7 +751,7 @@ def test_augmented_copies_are_averaged_before_clipping(name: str, copies: int, e
 
 
 def test_copies_must_divide_the_rows() -> None:
-    with pytest.raises(PrivacyError, match="5 rows are not 2 copies of each example"):
+    with pytest.raises(PrivacyError, match="the rows of the batch are not 2 copies of each example"):
         Gradients(Engine(mlp(), probe), vectors(5), copies=2).clipped_sum(1.0)
 
 
@@ -1066,10 +1068,7 @@ def test_the_self_check_leaves_buffers_as_they_were() -> None:
 
 def test_the_self_check_draws_nothing_from_the_stream_of_the_model() -> None:
     model = Apply(lambda m, x: m.a(x) + 0 * torch.rand(1), a=nn.Linear(6, 3)).double()
-    torch.manual_seed(0)
-    probe(model, vectors())
     expected = torch.get_rng_state()
-    torch.manual_seed(0)
     clipped_sum(model, probe, vectors(), 1.0)
     assert torch.equal(torch.get_rng_state(), expected)
 

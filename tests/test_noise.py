@@ -189,14 +189,14 @@ def test_consecutive_draws_are_uncorrelated():
         assert correlation_p(sample[:-lag] ** 2, sample[lag:] ** 2) > ACCEPT
 
 
-def test_normals_words_and_seeds_of_one_name_are_different_streams():
+def test_normals_words_and_keys_of_one_name_are_different_streams():
     streams = Streams.seeded(6)
     words = streams.words(1500, 3, "x")
     # normals made of these words, in the layout of a block of 2000
     from_words = normals_of(words[:1000].view(np.int64), words[1000:].view(np.int32))
     normals = streams.normal_(torch.empty(2000), 1.0, 3, "x")[:1000].numpy()
     assert not np.any(np.isclose(from_words, normals, rtol=1e-6))
-    assert streams.torch_seed(3, "x") != int(words[0]) >> 1
+    assert streams.record_key(3, "x") not in words.tobytes()
 
 
 def test_words_are_uniform():
@@ -207,11 +207,10 @@ def test_words_are_uniform():
     assert min(exceedance_p(int(k), words.size, 0.5) for k in ones) > ACCEPT / 64
 
 
-def test_torch_seeds_are_wide_and_distinct():
-    seeds = {Streams.seeded(s).torch_seed(t, n) for s in range(10) for t in range(100) for n in ("model", "other")}
-    assert len(seeds) == 2000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert max(seeds) > 2**62
+def test_keys_for_records_are_wide_and_distinct():
+    keys = {Streams.seeded(s).record_key(t, n) for s in range(10) for t in range(100) for n in ("mask", "other")}
+    assert len(keys) == 2000
+    assert all(len(key) == 32 for key in keys)
 
 
 # ---- seeded: repeatable ----------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ def test_seeded_streams_stay_what_they_were():
     """Recorded runs must stay repeatable: if this fails on purpose, the change log has to say so."""
     streams = Streams.seeded(0)
     assert streams.words(2, 0, "mask").tolist() == [6871906644077181798, 9954384223060935791]
-    assert streams.torch_seed(5, "model") == 4219688036118365873
+    assert streams.record_key(5, "mask.record").hex()[:16] == "25f05e7e8f0cedbf"
     normals = [-1.173841, 0.166362, 0.60247, -0.23224, -0.389499]
     assert streams.normal_(torch.empty(5), 1.0, 1, "noise").tolist() == pytest.approx(normals, rel=1e-5)
 
@@ -350,7 +349,7 @@ def test_secure_steps_increase_strictly_per_name(step):
         streams.words(10, step, "noise")
     streams.normal_(out, 1.0, step, "another")
     streams.normal_(out, 1.0, 8, "noise")
-    assert streams.torch_seed(step, "noise") == streams.torch_seed(step, "noise")
+    assert streams.record_key(step, "noise") == streams.record_key(step, "noise")
 
 
 @pytest.mark.rule(11)

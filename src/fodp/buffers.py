@@ -1,6 +1,8 @@
 """A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,16 @@ class KeptBuffers:
     def refuse_changes(self, who: str = "the model") -> None:
         """Put back whatever has changed, and raise if anything has."""
         self._refuse_written_parameters(who)
+        changed = self.restore()
+        if changed:
+            raise PrivacyError(
+                f"{who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count of "
+                "passes), and buffers leave with the model while no noise protects them: leave that out, freeze that "
+                "part in evaluation mode, or fill a cache before training on made-up data"
+            )
+
+    def restore(self) -> list[str]:
+        """Put back whatever has changed; returns its names."""
         now = _buffers(self._model)
         changed = [name for name in self._before if name not in now or not _same(now[name], self._before[name][1])]
         changed += [name for name in now if name not in self._before]
@@ -36,12 +48,7 @@ class KeptBuffers:
             buffers[key] = buffer
             with torch.no_grad():
                 buffer.copy_(copy)
-        if changed:
-            raise PrivacyError(
-                f"{who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count of "
-                "passes), and buffers leave with the model while no noise protects them: leave that out, freeze that "
-                "part in evaluation mode, or fill a cache before training on made-up data"
-            )
+        return changed
 
     def _refuse_written_parameters(self, who: str) -> None:
         written = [id(parameter) for parameter, version in self._versions if parameter._version != version]
@@ -51,6 +58,36 @@ class KeptBuffers:
                 f"{who} writes into the parameter {name} when it sees examples, and no noise protects that: leave it "
                 "out, and start again with fresh weights, since these hold it"
             )
+
+
+class KeptState:
+    """The buffers of a model and of the modules that its loss holds, through private passes."""
+
+    def __init__(self, model: nn.Module, loss_modules: Sequence[nn.Module], parameters: Sequence[Tensor] = ()):
+        self._kept = {"the model": KeptBuffers(model, parameters)}
+        self._kept |= {f"the loss ({type(m).__name__})": KeptBuffers(m) for m in loss_modules}
+
+    def refuse_changes(self) -> None:
+        """Put back whatever has changed, and raise if anything has."""
+        for who, buffers in self._kept.items():
+            buffers.refuse_changes(who)
+
+    def restore(self) -> None:
+        """Put back whatever has changed."""
+        for buffers in self._kept.values():
+            buffers.restore()
+
+
+def modules_of(function: Any, model: nn.Module) -> list[nn.Module]:
+    """The modules, beside the model and its parts, that a loss function is or holds."""
+    inside = set(model.modules())
+    held = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
+    held += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            held.append(cell.cell_contents)
+    found = [thing for thing in held if isinstance(thing, nn.Module) and thing not in inside]
+    return [module for module in found if not any(part in inside for part in module.modules())]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

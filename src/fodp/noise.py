@@ -26,7 +26,9 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, Self
 
 import numpy as np
@@ -56,11 +58,26 @@ if hasattr(os, "register_at_fork"):  # absent where there is no fork
     os.register_at_fork(after_in_child=_count_fork)
 
 
+_injected: ContextVar[bytes | None] = ContextVar("injected", default=None)
+
+
+@contextmanager
+def keyed_from(key: bytes) -> Iterator[None]:
+    """Secure streams that are made in here take this key: for audits of secure runs, which are private no longer."""
+    if len(key) != 32:
+        raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
+    token = _injected.set(key)
+    try:
+        yield
+    finally:
+        _injected.reset(token)
+
+
 class Streams:
     """Independent random streams, one per (step, name), all from one key.
 
     The same (key, step, name) always gives the same numbers; different ones give streams that cannot be told
-    from independent ones without the key. Normals, words and seeds of one name are different streams too.
+    from independent ones without the key. Normals, words and keys for records of one name are different streams too.
 
     A secure instance never gives the same normals or the same words twice: per name, steps have to increase
     strictly, for noise used on two lots cancels out and a mask used twice is not a fresh Poisson draw. It
@@ -73,7 +90,7 @@ class Streams:
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = None if seed is None else _checks.whole("seed", seed, minimum=0)
-        self._key = secrets.token_bytes(32) if self._seed is None else _key_of(self._seed)
+        self._key = (_injected.get() or secrets.token_bytes(32)) if self._seed is None else _key_of(self._seed)
         self._forks = _forks
         self._last_step: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
@@ -117,12 +134,12 @@ class Streams:
         self._keystream("words", step, name).fill(buffer, size)
         return buffer[:size].view("<u8")
 
-    def torch_seed(self, step: int, name: str) -> int:
-        """A 63-bit seed for PyTorch's own generator: for dropout and the like, never for noise or masks.
+    def record_key(self, step: int, name: str) -> bytes:
+        """The key of what a step draws for its records (`fodp.draws`): dropout and the like, never noise or masks.
 
-        Asking again gives the same seed, in secure mode too. PyTorch's CPU generator keeps 32 bits of it.
+        Asking again gives the same key, in secure mode too: a record draws the same in every pass of a step.
         """
-        return int.from_bytes(self._derive("seed", step, name)[:8], "little") >> 1
+        return self._derive("record", step, name)
 
     def __repr__(self) -> str:
         return "Streams.secure()" if self._seed is None else f"Streams.seeded({self._seed})"

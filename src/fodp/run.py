@@ -1,5 +1,6 @@
 """A run: the five verbs on real data. Data only moves to the right; noise is added at `release`."""
 
+import hashlib
 import math
 import warnings
 from collections import deque
@@ -14,17 +15,19 @@ from fodp import _checks, exact, kernels, mechanism
 from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
 from fodp.adaptive_clip import AdaptiveClip
-from fodp.buffers import KeptBuffers
-from fodp.clipping.batches import Batch, Parts, repeat
+from fodp.augmentation import Augment, Augmentation
+from fodp.buffers import KeptState, modules_of
+from fodp.clipping.batches import Keyed, Parts, repeat
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
+from fodp.draws import Source
 from fodp.filters import RESPONSE_LENGTH, Filter
 from fodp.mechanism import Query
 from fodp.noise import Streams
 from fodp.plan import Plan
 from fodp.sampling import Fetcher, Lot, PoissonSampler
 
-Augment = Callable[[Batch], Batch]
+_LOOKS_IN_256 = 1
 
 
 class Run:
@@ -59,7 +62,9 @@ class Run:
         self._fetcher = Fetcher(dataset)
         self._sampler = PoissonSampler(self._fetcher.size, plan.sampling_rate, streams)
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
-        self._augment, self._copies = augment, _checks.whole("copies", copies)
+        self._copies = _checks.whole("copies", copies)
+        self._augmentation = None if augment is None else Augmentation(augment, self._copies)
+        self._loss_modules = modules_of(loss_fn, model)
         self._public_score = public_score
         self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else mechanism.release
         self.method = plan.algorithm
@@ -87,9 +92,13 @@ class Run:
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
-        buffers = KeptBuffers(self.engine.model, self._parameters)
-        released = self.method.step(self, self.state)
-        buffers.refuse_changes()
+        kept = KeptState(self.engine.model, self._loss_modules, self._parameters)
+        try:
+            released = self.method.step(self, self.state)
+        except BaseException:
+            kept.restore()  # un-noised statistics must not outlive a step that broke off
+            raise
+        kept.refuse_changes()
         emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
         if not _same(emitted, self._promised()):
             raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
@@ -130,19 +139,28 @@ class Run:
         factors, one per parameter, that scale its part of every gradient.
         """
         place = self._place(lot)
-        asked = Gradients(self.engine, self._batch(lot.indices), at, self._copies, self._microbatch, lot, ascent=ascent)
+        self.engine.look_again = self._looks_again()
+        asked = Gradients(self.engine, self._batch(lot), at, self._copies, self._microbatch, lot, ascent=ascent)
         if blocks is not None:
             asked = asked.scaled(blocks)
         self._asked[place] = asked
         return asked
 
-    def _batch(self, indices: Tensor) -> Batch:
+    def _batch(self, lot: Lot) -> Keyed:
+        """The lot's records, each with draws of its own."""
+        indices, copies = lot.indices, self._copies
+        source = Source(self.streams, self.step, lot.name)
+        rows = lot.records if copies == 1 else (lot.records[:, None] * copies + torch.arange(copies)).flatten()
         at_once = self._fetcher.rows_at_once
-        if self._augment is not None:  # of the whole lot: what it draws must not depend on how the lot is split
-            return self._augment(repeat(self._fetcher.fetch(indices), self._copies))
-        if self._copies == 1 and at_once is not None and len(indices) > at_once:
-            return Parts(len(indices), at_once, lambda rows: self._fetcher.fetch(indices[rows]))
-        return repeat(self._fetcher.fetch(indices), self._copies)
+        if self._augmentation is None and copies == 1 and at_once is not None and len(indices) > at_once:
+            return Keyed(Parts(len(indices), at_once, lambda part: self._fetcher.fetch(indices[part])), rows, source)
+        batch = Keyed(repeat(self._fetcher.fetch(indices, source, lot.records), copies), rows, source)
+        # Of the whole lot: what it returns must not depend on how the lot is split.
+        return batch if self._augmentation is None else self._augmentation(batch, self._looks_again())
+
+    def _looks_again(self) -> bool:
+        """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""
+        return self.step > 0 and hashlib.blake2b(b"%d" % self.step, person=b"fodp.check").digest()[0] < _LOOKS_IN_256
 
     def release(self, lot: Lot, query: Query, std: float) -> Tensor:
         """query + N(0, std²): charged to its lot, jointly with what that lot has released before."""

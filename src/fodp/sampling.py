@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, Sampler, TensorDataset, default_co
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.draws import Site, Source, Unkeyable, generators_kept
 
 Collate = Callable[[list[Any]], Any]
 
@@ -58,6 +59,14 @@ class Lot:
     rate: float
     name: str
     indices: torch.Tensor = dataclasses.field(repr=False)  # int64, increasing
+    # What the records are called in draws of their own (`fodp.draws`): their places in the data, unless a replay
+    # of the run without one of them says otherwise.
+    names: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def records(self) -> torch.Tensor:
+        """A number for each record, under which it draws."""
+        return self.indices if self.names is None else self.names
 
 
 class PoissonSampler:
@@ -131,7 +140,9 @@ class Fetcher:
     """Fetches the records of a lot as one batch; empty lots give a batch with leading dimension 0.
 
     `TensorDataset` and tuples of tensors, without a `collate_fn`, are gathered column by column and give a
-    tuple of tensors. Any other map-style data set is read record by record and collated.
+    tuple of tensors. Any other map-style data set is read record by record and collated. What it draws for a record,
+    from PyTorch's, NumPy's or Python's generator, depends on that record and the source alone; a `collate_fn` may
+    draw by PyTorch.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
@@ -141,12 +152,70 @@ class Fetcher:
         self._collate = LotCollate(dataset, collate_fn)
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
+        self._reading, self._collating = Site("the data set"), Site("collate_fn")
 
-    def fetch(self, indices: torch.Tensor) -> Any:
-        """The batch of these records, in memory of its own."""
+    def fetch(self, indices: torch.Tensor, source: Source | None = None, records: torch.Tensor | None = None) -> Any:
+        """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
         if self._columns is not None:
             return tuple(column.index_select(0, indices.to(column.device)) for column in self._columns)
-        return self._collate([self._records[index] for index in indices.tolist()])
+        names = indices if records is None else records
+        found = self._read(indices, source, names)
+        if source is None or not found:
+            return self._collate(found)
+        return self._collated(found, source, names)
+
+    def alone(self, index: int, source: Source, record: int) -> Any:
+        """The batch that one record makes by itself."""
+        return self.fetch(torch.tensor([index]), source, torch.tensor([record]))
+
+    def _read(self, indices: torch.Tensor, source: Source | None, names: torch.Tensor) -> list[Any]:
+        if source is None:
+            return [self._records[index] for index in indices.tolist()]
+        if not self._reading.alone:
+            found: list[Any] = []
+            with generators_kept() as marks:
+                self._reading.look_for_foreign(lambda: found.extend(self._read(indices, None, names)))
+                if not marks.moved() and not self._reading.foreign:
+                    return found
+            self._reading.foreign = self._reading.alone = True  # each record with generators of its own from now on
+            self._reading.quiet = False
+        return [
+            self._reading.run(
+                lambda current, at=index: current.forward(lambda: self._records[at]),  # type: ignore[misc]
+                source,
+                name[None],
+                lambda _: None,
+                single=True,
+            )
+            for index, name in zip(indices.tolist(), names, strict=True)
+        ]
+
+    def _collated(self, found: list[Any], source: Source, names: torch.Tensor) -> Any:
+        batch: list[Any] = []
+
+        def collate() -> None:
+            try:
+                batch[:] = [
+                    self._collating.run(
+                        lambda current: current.forward(lambda: self._collate(found)),
+                        source,
+                        names,
+                        lambda rows: self._collate([found[0]] * len(rows)),
+                    )
+                ]
+            except Unkeyable as reason:
+                raise PrivacyError(
+                    f"collate_fn draws random numbers for the whole lot, and {reason}: draw for each record in the "
+                    "data set, or in the model"
+                ) from None
+
+        self._collating.look_for_foreign(collate)
+        if self._collating.foreign:
+            raise PrivacyError(
+                "collate_fn draws from NumPy's or Python's generator for the whole lot, where one record more changes "
+                "what all others draw: draw for each record in the data set, or with PyTorch's functions"
+            )
+        return batch[0]
 
 
 def collate_lot(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:

@@ -3,11 +3,12 @@
 from fodp.clipping.batches import Batch
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.findings import Finding, check
-from fodp.clipping.gradients import FLOAT_TOLERANCE, Gradients, clipped_sum
+from fodp.clipping.gradients import FLOAT_TOLERANCE, Clipper, Gradients, clipped_sum
 
 __all__ = [
     "FLOAT_TOLERANCE",
     "Batch",
+    "Clipper",
     "Engine",
     "Finding",
     "Gradients",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fodp.clipping.batches import Batch, batch_size, take
+from fodp.clipping.batches import Batch, batch_size, plain, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.uses import HELD_ENTRIES
 
@@ -36,7 +36,7 @@ def ascended_gradients(engine: Engine, batch: Batch, rho: float) -> Iterator[Ten
     for start in range(0, rows, chunk):
         part = take(batch, slice(start, start + chunk))
         try:
-            yield from _vectorised(engine, part, rho)
+            yield from _vectorised(engine, plain(part), rho)
         except (RuntimeError, ValueError, NotImplementedError):
             yield from _one_by_one(engine, part, rho)
 

@@ -1,12 +1,14 @@
 """Batches: whatever loss_fn understands, a tensor or a tuple, list or dict of them, examples first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fodp._checks import PrivacyError
+from fodp.draws import Source
 
 Batch = Any
 
@@ -20,8 +22,24 @@ class Parts:
     fetch: Callable[[slice | Tensor], Batch]
 
 
+@dataclass(frozen=True)
+class Keyed:
+    """A batch that knows whose its rows are: what a pass draws for a row depends on its number and the source alone."""
+
+    rows: Batch
+    records: Tensor  # a number for each row, on the CPU
+    source: Source
+
+
+def plain(batch: Batch) -> Batch:
+    """The batch as the user's code takes it."""
+    return batch.rows if isinstance(batch, Keyed) else batch
+
+
 def batch_size(batch: Batch) -> int:
     """How many rows a batch has: the common first dimension of its tensors."""
+    if isinstance(batch, Keyed):
+        return len(batch.records)
     if isinstance(batch, Parts):
         return batch.size
     if type(batch) is tuple and all(type(part) is Tensor and part.dim() for part in batch):
@@ -36,6 +54,8 @@ def batch_size(batch: Batch) -> int:
 
 def take(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch, a slice as views."""
+    if isinstance(batch, Keyed):
+        return Keyed(take(batch.rows, rows), batch.records[rows], batch.source)
     if isinstance(batch, Parts):
         return batch.fetch(rows)
     return _each(batch, lambda tensor: tensor[rows])
@@ -43,7 +63,8 @@ def take(batch: Batch, rows: slice | Tensor) -> Batch:
 
 def rows_at_once(batch: Batch) -> int:
     """How many rows to take at a time: all, of a batch that is there."""
-    return batch.at_once if isinstance(batch, Parts) else batch_size(batch)
+    rows = plain(batch)
+    return rows.at_once if isinstance(rows, Parts) else batch_size(batch)
 
 
 def repeat(batch: Batch, copies: int) -> Batch:
@@ -53,7 +74,24 @@ def repeat(batch: Batch, copies: int) -> Batch:
 
 def doubled(batch: Batch) -> Batch:
     """The same in float64; what is not a float stays."""
+    if isinstance(batch, Keyed):
+        return Keyed(doubled(batch.rows), batch.records, batch.source)
     return _each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one form, one after another."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches))
+    if isinstance(first, dict):
+        return {name: joined([batch[name] for batch in batches]) for name in first}
+    return type(first)([joined(parts) for parts in zip(*batches, strict=True)])
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch, in order."""
+    return list(_batch_tensors(plain(batch)))
 
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -46,7 +46,7 @@ def uses(
         leaf_dims.append(None if known else _leaf_dim(module, name, leaf, count))
         if leaf_dims[-1] is None:
             shared.add((id(module), place))
-    back_dims = [_output_dim(module, index) for index, _ in back]
+    back_dims = [output_dim(module, index) for index, _ in back]
     for (_, tensor), dim in zip(back, back_dims, strict=True):
         if tensor.dim() <= dim or tensor.shape[dim] != count:
             raise Unseparable(f"an output of {type(module).__name__} has no dimension for the examples")
@@ -159,7 +159,7 @@ def _leaf_dim(module: nn.Module, name: str, leaf: Tensor, count: int) -> int | N
     return None
 
 
-def _output_dim(module: nn.Module, index: int) -> int:
+def output_dim(module: nn.Module, index: int) -> int:
     """Which dimension of an output runs over the examples."""
     if isinstance(module, nn.RNNBase):
         return 0 if index == 0 and module.batch_first else 1

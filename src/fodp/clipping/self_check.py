@@ -1,4 +1,12 @@
-"""Whether book-keeping computes each example's own gradient with this model: the comparison with the loop."""
+"""Whether a model and its loss can be trusted with a lot: what the first lots, and some later ones, are asked.
+
+Three questions. Does one example give the same loss twice, from draws that are the record's own? Does book-keeping
+give each example's own gradient, as the one-example loop does? And do the examples of a whole lot stay apart: when
+rows are taken away, replaced or put in another order, do the losses and back-signals of all others stay as they were?
+
+A check shows what it meets. A loss that couples examples only for data that no looked-at lot held passes; the loop
+(`engine="loop"`), which gives the loss one example at a time, is the mode that needs no such trust.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fodp.clipping import fallback
-from fodp.clipping.batches import Batch, batch_size, doubled, take
+from fodp._checks import PrivacyError
+from fodp.clipping.batches import Batch, Keyed, batch_size, doubled, rows_at_once, take, tensors
 from fodp.clipping.fallback import Unseparable
+from fodp.draws import Source
 
 if TYPE_CHECKING:
     from fodp.clipping.engine import Engine
 
 _PAIRS = 4
+# How far losses and back-signals of untouched rows may move, relative to the lot's largest: rounding over another
+# number of rows reaches 1e-5, and vanishes in float64; what does not vanish there is no rounding.
+_MOVED, _CLEARLY_MOVED = 1e-5, 1e-3
+_NO_ROUNDING = 1e-2
 
 
 def tolerance(half_precision: bool) -> float:
@@ -22,37 +35,88 @@ def tolerance(half_precision: bool) -> float:
     return 3e-2 if half_precision else 1e-3
 
 
+# --- one example, twice --------------------------------------------------------------------------------------
+
+
+def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
+    """Raise if an example's loss depends on randomness of its own making, or on what is trained elsewhere."""
+    one: Keyed = take(_with_draws(batch), slice(0, 1))
+    seen: list[Tensor] = []
+
+    def look() -> None:
+        losses, _ = engine._differentiate(one, tuple, single=True)
+        seen.append(losses)
+
+    with _buffers_kept(engine.model):
+        if engine.site.quiet:
+            engine.site.learn(one.source, lambda rows: engine.losses(take(one, rows)))
+        engine.site.look_for_foreign(look)
+        engine.site.look_for_foreign(look)
+        if engine.site.foreign:  # from now on with generators that are the record's own
+            look()
+            look()
+    first, second = seen[-2:]
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise PrivacyError(
+            "two passes over one example with the same random numbers gave two losses: the model or the loss draws "
+            "from a generator of its own, or remembers earlier passes, and one example would change what others draw. "
+            "Draw with PyTorch's functions (torch.rand, dropout, ...) and without a generator object of NumPy's"
+        )
+    _refuse_outside_leaves(engine, second, one)
+
+
+def _refuse_outside_leaves(engine: "Engine", losses: Tensor, one: Batch) -> None:
+    """Trainable tensors that the loss reaches outside of the model would learn without noise, or not at all."""
+    inside = {id(parameter) for parameter in engine.model.parameters()}
+    given = {id(tensor) for tensor in tensors(one)}
+    waiting, known = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in inside | given and isinstance(leaf, nn.Parameter):
+            raise PrivacyError(
+                f"the loss depends on a trainable parameter of shape {tuple(leaf.shape)} that is not the model's: the "
+                "plan does not cover it, and an optimizer of its own would train it without noise. Make it part of the "
+                "model, or freeze it (requires_grad_(False))"
+            )
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _with_draws(batch: Batch) -> Keyed:
+    """The batch with draws of its own, for a check only, if it has none."""
+    if isinstance(batch, Keyed):
+        return batch
+    return Keyed(batch, torch.arange(batch_size(batch)), Source(_Throwaway(), 0, "check"))
+
+
+class _Throwaway:
+    def record_key(self, step: int, name: str) -> bytes:
+        return name.encode().ljust(32, b".")[:32]
+
+
+# --- book-keeping against the loop ---------------------------------------------------------------------------
+
+
 def problem(engine: "Engine", batch: Batch) -> str | None:
     """What is wrong with the engine's gradients: "" nothing, None that cannot be told from this batch.
 
-    Runs in the model's own mode, since a model may mix examples in training mode only, but without
-    dropout, which would differ between the two; leaves no trace. Pairs of examples whose gradients vanish
+    Runs in the model's own mode, its dropout included; leaves no trace. Pairs of examples whose gradients vanish
     or are not finite, or that a tie keeps apart, say nothing; then the next pair is asked.
     """
+    batch = _with_draws(batch)
     rows = batch_size(batch)
-    dropouts = [module for module in engine.model.modules() if fallback.drops(module)]
-    buffers = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
     found: str | None = None
-    try:
-        for module in dropouts:
-            module.training = False
-        with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            for i in range(min(rows // 2, _PAIRS)):
-                pair = take(batch, torch.tensor([i, rows - 1 - i]))
-                found = disagreement(engine, pair)
-                if found and _is_a_tie(engine, pair):
-                    found = None
-                if found is not None:
-                    break
-            if found and not torch.equal(before, torch.get_rng_state()):
-                found += " (the forward pass draws randomness outside of nn.Dropout)"
-    finally:
-        for module in dropouts:
-            module.training = True
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with _buffers_kept(engine.model):
+        for i in range(min(rows // 2, _PAIRS)):
+            pair = take(batch, torch.tensor([i, rows - 1 - i]))
+            found = disagreement(engine, pair)
+            if found and _is_a_tie(engine, pair):
+                found = None
+            if found is not None:
+                break
     return found
 
 
@@ -101,6 +165,93 @@ def _is_a_tie(engine: "Engine", pair: Batch) -> bool:
             return disagreement(engine, doubled(pair)) == ""
     except Exception:  # a model or a loss without float64: there is no second opinion
         return False
+
+
+# --- whole lots ----------------------------------------------------------------------------------------------
+
+
+def mixing(engine: "Engine", batch: Batch) -> str:
+    """How one example of this lot reaches another's loss or gradient; "" if in no way that was tried."""
+    rows = batch_size(batch)
+    most = min(rows_at_once(batch), engine.rows_at_once or rows)  # the loss is never given more at once
+    batch = take(_with_draws(batch), slice(0, most))
+    if most < 2:
+        return ""
+    with _buffers_kept(engine.model):
+        whole = engine.traced(batch)
+        for what, order, same in _trials(whole[0]):
+            moved = _moved(whole, engine.traced(take(batch, order)), order, same)
+            if moved > _MOVED and not _is_rounding(engine, batch, order, same, moved):
+                return (
+                    f"the model or its loss mixes the examples of a lot: {what} changes the loss or the gradient of "
+                    "others"
+                )
+    return ""
+
+
+def _trials(losses: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(what is done, which rows the changed lot has, at which of its places a row of its own stands)."""
+    count = len(losses)
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    half, everyone = chosen[: max(1, count // 2)], torch.arange(count)
+    worst = int(losses.nan_to_num(0).argmax())
+    for what, gone in (("taking rows away", half), ("taking the row of the largest loss away", everyone[worst][None])):
+        left = everyone[~torch.isin(everyone, gone)]
+        yield what, left, torch.ones(len(left), dtype=torch.bool)
+    for what, other in (("replacing rows by others", half.roll(1)), ("replacing rows", torch.full_like(half, worst))):
+        if len(half) < count and not torch.equal(other, half):
+            replaced = everyone.clone()
+            replaced[half] = other
+            yield what, replaced, replaced == everyone
+    yield "another order of the rows", everyone.flip(0), torch.ones(count, dtype=torch.bool)
+
+
+Trace = tuple[Tensor, list[Tensor | None]]
+
+
+def _moved(whole: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
+    """By how much losses and back-signals of the rows that are still there have moved, relative to the largest."""
+    if len(whole[1]) != len(changed[1]):
+        return float("inf")
+    worst = 0.0
+    for before, after in zip((whole[0], *whole[1]), (changed[0], *changed[1]), strict=True):
+        if before is None or after is None or before.shape[:1] != whole[0].shape or after.shape[:1] != order.shape:
+            if (before is None) != (after is None):
+                return float("inf")
+            continue  # the examples do not lie first: the comparison with the loop has its say
+        if before.shape[1:] != after.shape[1:] or not before.numel():
+            return float("inf") if before.numel() else worst
+        mine, theirs = (t.reshape(len(order), -1) for t in (before[order.to(before.device)], after))
+        mine, theirs = mine[same.to(mine.device)].double(), theirs[same.to(mine.device)].double()
+        if not torch.equal(mine.isfinite(), theirs.isfinite()):
+            return float("inf")
+        mine, theirs = mine.nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0)
+        if mine.numel():
+            largest = mine.norm(dim=1).max().item()
+            worst = max(worst, (mine - theirs).norm(dim=1).max().item() / largest if largest else 0.0)
+    return worst
+
+
+def _is_rounding(engine: "Engine", batch: Batch, order: Tensor, same: Tensor, moved: float) -> bool:
+    """Whether what has moved hardly moves in float64; without float64 only what is clear counts."""
+    try:
+        with _in_double(engine.model):
+            whole = doubled(batch)
+            again = _moved(engine.traced(whole), engine.traced(take(whole, order)), order, same)
+    except (RuntimeError, TypeError, ValueError, Unseparable):
+        return moved < (_CLEARLY_MOVED if not engine.half_precision else tolerance(True))
+    return again < _NO_ROUNDING * moved
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 @contextmanager

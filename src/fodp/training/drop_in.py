@@ -15,9 +15,10 @@ from torch import nn
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp.buffers import KeptBuffers
+from fodp.buffers import KeptState
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
+from fodp.draws import Source
 from fodp.flat import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
@@ -25,8 +26,10 @@ from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.bookkeeping import open_account
 from fodp.training.fitting import fitting_optimizer
+from fodp.training.padding import compare_alone
 from fodp.training.recorder import LOOP, TRAINER, Recorder
 
+_COLLATED_ALONE = 4  # first lots whose records are collated alone too
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -150,10 +153,10 @@ class _LoopRun(Run):
     ):
         super().__init__(model, recorder.loss_fn, dataset, plan)
         self.engine = recorder
-        self._batches = Fetcher(dataset, collate_fn)
+        self._batches, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
         # The method's questions are answered from the records: of a lot they need to know its length only.
         self._fetcher = Fetcher((torch.arange(self._batches.size),))
-        self._model, self._optimizer, self._buffers = model, optimizer, KeptBuffers(model)
+        self._model, self._optimizer, self._buffers = model, optimizer, KeptState(model, ())
         self._closed = self._stepping = False
         self.account: Account | None = None
 
@@ -180,10 +183,14 @@ class _LoopRun(Run):
                 f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
             )
         self._begin()
-        self._buffers = KeptBuffers(self._model, self._parameters)
+        self._buffers = KeptState(self._model, (), self._parameters)
         lot = super().draw(self._promised()[0].sampling_rate)
-        self.engine.start(lot)
-        return self._batches.fetch(lot.indices)
+        source = Source(self.streams, self.step, lot.name)
+        batch = self._batches.fetch(lot.indices, source, lot.records)
+        self.engine.look_again = self._looks_again()
+        looks = self._own_collate and (self.step < _COLLATED_ALONE or self.engine.look_again)
+        self.engine.start(lot, source, compare_alone(self._batches, lot, source, batch) if looks else None)
+        return batch
 
     def draw(self, rate: float | None = None, name: str = "") -> Lot:
         """The lot in the owner's hands."""

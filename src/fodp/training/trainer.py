@@ -18,12 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import accounting
 from fodp._checks import PrivacyError
+from fodp.augmentation import Augment
 from fodp.clipping.engine import LossFunction
 from fodp.flat import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
-from fodp.run import Augment, Run
-from fodp.training import checkpoint, randomness
+from fodp.run import Run
+from fodp.training import checkpoint
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.fitting import fitting_optimizer, steps_within
@@ -148,7 +149,7 @@ class Trainer:
         self._out_of_budget = False
         try:
             self._call("on_start")
-            with self._orderly_interrupt(), randomness.kept(self.plan.seed is not None):
+            with self._orderly_interrupt():
                 if self._jumped_to_the_end:
                     self._jumped_to_the_end = False
                     self._call("on_epoch")
@@ -188,8 +189,6 @@ class Trainer:
         if self._account is not None and not self._account.covers(self.step):
             raise PrivacyError("the budget is spent")
         self.between_steps = False
-        if self.plan.seed is not None:
-            randomness.seed_model(self.run.streams.torch_seed(self.step, "model"))
         release = self.run.take_step()
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state

@@ -1,0 +1,103 @@
+"""A user's augmentation of a lot: every row is counted, and what it makes of a record depends on that record alone."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from fodp._checks import PrivacyError
+from fodp.clipping.batches import Batch, Keyed, batch_size, joined, plain, take, tensors
+from fodp.draws import Site, Unkeyable
+
+Augment = Callable[[Batch], Batch]
+
+_FIRST_LOTS = 2  # that are looked at
+_COMPARED = 4  # records of a lot that are augmented alone too
+
+
+class Augmentation:
+    """Applies `augment` to a lot in which every record has `copies` rows side by side.
+
+    What it draws is keyed by record (`fodp.draws`). In the first lots, and in some later ones, records are
+    augmented alone too; where that gives other rows, it is given one record at a time from then on.
+    """
+
+    def __init__(self, augment: Augment, copies: int):
+        self._augment, self._copies = augment, copies
+        self._site = Site("augment")
+        self._agreed = 0  # how many lots have shown that records are kept apart
+
+    def __call__(self, batch: Keyed, look: bool) -> Keyed:
+        """The augmented lot, its rows in the same order."""
+        if batch_size(batch) == 0:
+            return self._counted(batch, self._augment(plain(batch)))
+        if not self._site.alone:
+            self._site.look_for_foreign(lambda: self._of_one(batch, 0))
+        if not self._site.alone:
+            try:
+                augmented = self._apply(batch, single=False)
+            except Unkeyable as reason:
+                self._go_alone(str(reason))
+            else:
+                if not (look or self._agreed < _FIRST_LOTS) or self._agrees(batch, augmented):
+                    return augmented
+                if self._agreed:
+                    raise PrivacyError(
+                        "augment makes other rows of a record alone than in its lot, which earlier lots did not show; "
+                        "what was released from them is not covered by the stated epsilon. Start again with an "
+                        "augmentation that treats every row by itself"
+                    )
+                self._go_alone("a record alone gives other rows than in its lot")
+        records = range(batch_size(batch) // self._copies)
+        alone = [self._of_one(batch, record) for record in records]
+        return Keyed(joined([plain(rows) for rows in alone]), batch.records, batch.source)
+
+    def _of_one(self, batch: Keyed, record: int) -> Keyed:
+        rows = take(batch, slice(record * self._copies, (record + 1) * self._copies))
+        return self._apply(rows, single=True)
+
+    def _apply(self, batch: Keyed, single: bool) -> Keyed:
+        augmented = self._site.run(
+            lambda current: current.forward(lambda: self._augment(plain(batch))),
+            batch.source,
+            batch.records,
+            lambda rows: self._augment(plain(take(batch, rows))),
+            single,
+        )
+        return self._counted(batch, augmented)
+
+    def _counted(self, batch: Keyed, augmented: Batch) -> Keyed:
+        if batch_size(augmented) != batch_size(batch):
+            raise PrivacyError(
+                "augment must return as many rows as it was given, each of the record in its place: rows that it adds "
+                "would count as further examples. For several views of a record use copies=K, whose K rows lie side "
+                "by side and are averaged before clipping"
+            )
+        return Keyed(augmented, batch.records, batch.source)
+
+    def _agrees(self, batch: Keyed, augmented: Keyed) -> bool:
+        """Whether some records, augmented alone, give the rows that they have in the lot."""
+        count = batch_size(batch) // self._copies
+        for record in torch.linspace(0, count - 1, min(count, _COMPARED)).long().tolist():
+            rows = slice(record * self._copies, (record + 1) * self._copies)
+            here, alone = tensors(take(augmented, rows)), tensors(self._of_one(batch, record))
+            if len(here) != len(alone) or not all(map(_same, here, alone)):
+                return False
+        self._agreed += 1
+        return True
+
+    def _go_alone(self, reason: str) -> None:
+        self._site.alone = True
+        warnings.warn(
+            f"augment is given one record at a time, which is slow: {reason}. It should treat every row by itself, in "
+            "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)",
+            stacklevel=3,
+        )
+
+
+def _same(here: torch.Tensor, alone: torch.Tensor) -> bool:
+    if here.shape != alone.shape or here.dtype != alone.dtype:
+        return False
+    if not here.is_floating_point():
+        return torch.equal(here, alone)
+    return torch.allclose(here, alone, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -1,0 +1,98 @@
+"""Norms are never less exact than the sums they bound, whatever the caller has switched on for speed.
+
+Autocast and reduced matrix products (TF32, bfloat16) belong to the user's own code, the loss. A norm computed in
+bfloat16 beside a sum in float32 bounds nothing. So what the engine computes itself runs outside of both.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+# What each library may do to float32 products, where PyTorch has a switch for it.
+_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+_EXACT = ("ieee", "none", "highest")
+_CPU_SWITCHES = [name for name in _SWITCHES if name.startswith("mkldnn")]
+
+
+class Caller:
+    """What the caller has switched on: autocast by device, and how float32 products are computed."""
+
+    def __init__(self, device: str):
+        kinds = {"cpu", device}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in sorted(kinds)
+            if torch.is_autocast_enabled(kind)
+        ]
+        switches = _CPU_SWITCHES if device == "cpu" else _SWITCHES
+        self._products = {name: mode for name in switches if (mode := _mode_of(name)) not in _EXACT}
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Exact arithmetic."""
+        if not self._autocast and not self._products:
+            yield
+            return
+        with ExitStack() as stack:
+            for kind, _, _ in self._autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            for name in self._products:
+                stack.enter_context(_switched(name, "ieee"))
+            yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The caller's autocast again, around the loss."""
+        if not self._autocast:
+            return nullcontext()
+        stack = ExitStack()
+        for kind, dtype, cache in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        return stack
+
+    def products(self) -> AbstractContextManager[Any]:
+        """The caller's float32 products again, around the forward and the backward pass."""
+        if not self._products:
+            return nullcontext()
+        stack = ExitStack()
+        for name, mode in self._products.items():
+            stack.enter_context(_switched(name, mode))
+        return stack
+
+
+def _place(name: str) -> Any:
+    found: Any = torch.backends
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _mode_of(name: str) -> str:
+    place = _place(name)
+    if hasattr(place, "fp32_precision"):
+        return str(place.fp32_precision)
+    # Before PyTorch 2.9 there are two switches for all.
+    if name.endswith("matmul"):
+        return torch.get_float32_matmul_precision()
+    return "tf32" if name.startswith("cudnn") and torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+@contextmanager
+def _switched(name: str, mode: str) -> Iterator[None]:
+    before = _mode_of(name)
+    _switch(name, mode)
+    try:
+        yield
+    finally:
+        _switch(name, before)
+
+
+def _switch(name: str, mode: str) -> None:
+    place = _place(name)
+    if hasattr(place, "fp32_precision"):
+        place.fp32_precision = mode
+    elif name.endswith("matmul"):
+        torch.set_float32_matmul_precision("highest" if mode == "ieee" else mode)
+    elif name.startswith("cudnn"):
+        torch.backends.cudnn.allow_tf32 = mode == "tf32"
