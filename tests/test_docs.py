@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,17 @@ def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_version_stands_in_one_place():
+    """pyproject.toml takes it from the package, as a plain string: builds read that without importing anything."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fodp.__version__"}
+    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', Path(fodp.__file__).read_text(), re.MULTILINE) == [
+        fodp.__version__
+    ]
 
 
 def test_the_methods_page_is_generated_from_the_table(monkeypatch):
