@@ -63,6 +63,14 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_citation_names_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    top = dict(re.findall(r'^([\w-]+): *"?([^"\n]*)"?$', text, re.MULTILINE))
+    assert top["cff-version"] == "1.2.0"
+    assert top["version"] == fodp.__version__
+    assert {"message", "title", "authors"} <= set(top)  # what the format asks for
+
+
 def test_the_version_stands_in_one_place():
     """pyproject.toml takes it from the package, as a plain string: builds read that without importing anything."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
