@@ -230,11 +230,12 @@ class OwnPass:
         self._mode = _Keyed(source, site._draws, records.numpy())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """Leave PyTorch's generators as they were."""
+    def end(self, finished: bool) -> None:
+        """Leave PyTorch's generators as they were. A pass that broke off may have drawn less."""
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._marks.restore()
-        self._mode.refuse_fewer()
+        if finished:
+            self._mode.refuse_fewer()
 
 
 # --- the state of generators ---------------------------------------------------------------------------------
