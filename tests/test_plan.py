@@ -1,12 +1,14 @@
 """A plan: validated, frozen, and the one place that claims differential privacy."""
 
 import dataclasses
+import re
 
 import pytest
 
 import fodp
-from fodp import accounting
+from fodp import accounting, statement
 from fodp.accounting import Event, Phase
+from fodp.methods import METHODS
 
 PAPER = dict(
     sampling_rate=0.04,
@@ -156,7 +158,7 @@ class TestStatement:
     def test_says_what_is_covered_and_what_is_not(self):
         small = plan(steps=100, accountant="pld")
         text = small.statement()
-        assert f"({small.epsilon():.4g}, 1e-05)-differentially private" in text
+        assert f"({accounting.rounded_up(small.epsilon())}, 1e-05)-differentially private" in text
         for words in (
             "add or remove one example",
             "Poisson",
@@ -166,8 +168,35 @@ class TestStatement:
         ):
             assert words in text
         pair = accounting.epsilon_for_group(small.events(), small.delta, 2)
-        assert f"{pair:.4g}" in text
+        assert accounting.rounded_up(pair) in text
         assert pair > small.epsilon()
+
+    @pytest.mark.parametrize("noise", [0.83, 1.0, 1.17, 2.3, 4.1])
+    def test_claims_no_less_than_is_true(self, noise):
+        small = plan(steps=100, noise_multiplier=noise, accountant="pld", delta=1.2345678e-6)
+        text = small.statement()
+        truths = (
+            small.epsilon(),
+            accounting.epsilon_for_group(small.events(), small.delta, 2),
+            accounting.epsilon_replace_one(small.events(), small.delta),
+        )
+        first = re.search(r"This run is \(([^,]+), ([^)]+)\)", text)
+        shown = [float(first[1]), *(float(number) for number in re.findall(r"epsilon ([0-9.e+-]+) at", text))]
+        assert len(shown) == len(truths)
+        assert all(true <= said <= 1.001 * true for said, true in zip(shown, truths, strict=True))
+        assert small.delta <= float(first[2]) <= 1.00001 * small.delta
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_names_the_rates_that_are_accounted(self, method):
+        small = plan(steps=300, method=method, params={})
+        text = small.statement()
+        rates = {event.sampling_rate for phase in small.events() for event in phase.events}
+        assert all(f" {accounting.rounded_up(rate, 6)} (" in text for rate in rates)
+        assert f"{small.sampling_rate:g} (" not in text or small.sampling_rate in rates
+
+    def test_sums_many_rates_up(self):
+        phases = [Phase((Event(rate / 100, 1.0),), 2) for rate in range(1, 8)]
+        assert statement._rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
 
     @pytest.mark.rule(13)
     def test_names_a_seeded_run_as_research(self):

@@ -138,12 +138,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any]) -> int:
+    from fodp.accounting import rounded_up
     from fodp.training.plot import plot_accuracy
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
         print(
-            f"stopped after step {result['steps']} of {plan.steps}, epsilon so far {result['epsilon']:.4g}; "
+            f"stopped after step {result['steps']} of {plan.steps}, epsilon so far {rounded_up(result['epsilon'])}; "
             f"go on with: fodp train --resume --out {folder.path}",
             file=text,
         )
@@ -155,7 +156,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"no picture: {folder.plot} could not be written ({error.strerror})", file=sys.stderr)
     if result["final_accuracy"] is not None:
         print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
-    print(f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g}", file=text)
+    print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
     if result["reason"] == "target reached":
         print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
     if result["reason"] == "budget spent":

@@ -14,7 +14,7 @@ import fodp
 from fodp import _accountants, _checks
 from fodp._accountants import Floats
 from fodp._checks import PrivacyError
-from fodp.accounting import Phase
+from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_to_data
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
@@ -184,7 +184,7 @@ class Ledger:
         if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
             return
         raise PrivacyError(
-            f"the budget of {dataset!r} in {self.path} is ({stored.epsilon:g}, {stored.delta:g}), not "
+            f"the budget of {dataset!r} in {self.path} is ({rounded_up(stored.epsilon, 6)}, {stored.delta:g}), not "
             f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
         )
 
@@ -204,8 +204,8 @@ class Ledger:
         fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
         share = max(0.0, left) / budget.capacity
         raise PrivacyError(
-            f"the budget of {dataset!r} ({budget.epsilon:g}, {budget.delta:g}) has {share:.1%} left and this "
-            f"needs {costs[steps] / budget.capacity:.1%}: "
+            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has {share:.1%} left and "
+            f"this needs {costs[steps] / budget.capacity:.1%}: "
             + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
             + "; take fewer steps or more noise"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fodp import _accountants, accounting
-from fodp.accounting import Phase
+from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_from_data
 from fodp.ledger.book import Ledger
 from fodp.ledger.store import Entry
@@ -73,9 +73,9 @@ def card(record: dict[str, Any]) -> str:
     budget = record["budget"]
     if budget is not None:
         lines += [
-            f"Guarantee: everything ever released under this name in this ledger is ({budget['epsilon']:g}, "
-            f"{budget['delta']:g})-differentially private, whatever was run, and however runs were "
-            "chosen after seeing earlier ones.",
+            "Guarantee: everything ever released under this name in this ledger is "
+            f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})-differentially private, "
+            "whatever was run, and however runs were chosen after seeing earlier ones.",
             f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
@@ -93,13 +93,14 @@ def card(record: dict[str, Any]) -> str:
         about = run["about"]
         lines.append(
             f"  {run['began']}  {run['run'][:12]}  {run['who']}  {about.get('method', '')}  {run['steps']} of "
-            f"{run['planned']} steps  epsilon {run['epsilon']:.4g} at delta {run['delta']:g}  "
+            f"{run['planned']} steps  epsilon {rounded_up(run['epsilon'])} at delta {rounded_up(run['delta'], 6)}  "
             f"{about.get('randomness', '')}  {run['state']}"
         )
     for chosen in record["selections"]:
         lines.append(
             f"  {chosen['began']}  {chosen['run'][:22]}  {chosen['who']}  best of a random number of runs, mean "
-            f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {chosen['epsilon']:.4g} at delta {chosen['delta']:g}"
+            f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {rounded_up(chosen['epsilon'])} at "
+            f"delta {rounded_up(chosen['delta'], 6)}"
         )
     for change in record["changes"]:
         lines.append(f"  {change}  the data was changed on purpose; each version has the guarantee for itself only")
@@ -211,4 +212,6 @@ def _when(entry: Entry) -> str:
 
 
 def _pairs(epsilons: dict[float, float]) -> str:
-    return ", ".join(f"epsilon {epsilon:.4g} at delta {delta:g}" for delta, epsilon in epsilons.items())
+    return ", ".join(
+        f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 6)}" for delta, epsilon in epsilons.items()
+    )

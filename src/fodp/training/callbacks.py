@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fodp import _checks
+from fodp import _checks, accounting
 from fodp._checks import PrivacyError
 from fodp.models import accuracy
 from fodp.training.folder import write_atomically
@@ -108,8 +108,8 @@ class Evaluate(Callback):
         if not math.isfinite(loss):
             raise PrivacyError(
                 f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
-                f"the learning rate or look at the data's scale; the epsilon spent so far, {trainer.epsilon():.4g}, "
-                "stays spent"
+                f"the learning rate or look at the data's scale; the epsilon spent so far, "
+                f"{accounting.rounded_up(trainer.epsilon())}, stays spent"
             )
         self.best = max(self.best, score)
         trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
@@ -267,7 +267,7 @@ class Progress(Callback):
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Show score and ε."""
-        note = f"ε {trainer.epsilon():.2f}"
+        note = f"ε {accounting.rounded_up(trainer.epsilon(), 3)}"
         if "accuracy" in trainer.metrics:
             note = f"accuracy {trainer.metrics['accuracy']:.3f}  {note}"
         self._bar.update(self._task, note=note)

@@ -4,6 +4,7 @@ import torch
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.accounting import rounded_up
 from fodp.plan import Plan
 from fodp.run import Run
 
@@ -43,7 +44,7 @@ def steps_within(plan: Plan, target_epsilon: float) -> int:
             high = middle
     if low == 0:
         raise PrivacyError(
-            f"not even one step fits epsilon {target_epsilon:g} (one costs {plan.epsilon(steps=1):.4g}): raise the "
-            "noise multiplier or the target"
+            f"not even one step fits epsilon {target_epsilon:g} (one costs {rounded_up(plan.epsilon(steps=1))}): raise "
+            "the noise multiplier or the target"
         )
     return low

@@ -175,7 +175,7 @@ class Trainer:
         if not self.run.parameters().isfinite().all():
             raise PrivacyError(
                 "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
-                f"scale; the epsilon spent, {epsilon:.4g}, stays spent"
+                f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
             )
         return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps)
 
