@@ -1,13 +1,16 @@
 """A plan: validated, frozen, and the one place that claims differential privacy."""
 
 import dataclasses
+import math
 import re
 
 import pytest
+import torch
 
 import fodp
-from fodp import accounting, statement
+from fodp import _checks, accounting, statement
 from fodp.accounting import Event, Phase
+from fodp.clipping.norms import limits
 from fodp.methods import METHODS
 
 PAPER = dict(
@@ -152,6 +155,31 @@ def test_calibration_refuses_contradictions():
         fodp.Plan.calibrated(target_epsilon=3.0, epochs=3, **public)
     with pytest.raises(fodp.PrivacyError, match="target_epsilon"):
         fodp.Plan.calibrated(target_epsilon=0, **public)
+
+
+class TestLeastClipNorm:
+    """Below it float32 has no digits left for the weight C/‖g‖, and a gradient may come out larger than C."""
+
+    LARGEST = 1.8e19  # norms, of whose squares float32 still knows
+
+    def test_smaller_ones_would_not_bound(self):
+        assert limits(torch.tensor([1e15]), 1e-30).double().item() * 1e15 > 1.3e-30
+
+    def test_it_does_bound(self):
+        norms = torch.logspace(-20, math.log10(self.LARGEST), 5000)
+        least = _checks.LEAST_CLIP_NORM
+        assert (limits(norms, least, most=1.0).double() * norms.double()).max() <= least * (1 + 2.5e-7)
+
+    @pytest.mark.rule(14)
+    @pytest.mark.parametrize("value", [1e-24, 9e-19, 1e31])
+    def test_others_are_refused(self, value):
+        for refused in (
+            lambda: plan(clip_norm=value),
+            lambda: plan(params=dict(quantile=0.5, clip_min=value)),
+            lambda: fodp.GaussianMechanism(clip_norm=value, noise_multiplier=1.0),
+        ):
+            with pytest.raises(fodp.PrivacyError, match="between 1e-18 and 1e"):
+                refused()
 
 
 class TestStatement:

@@ -140,7 +140,7 @@ class GaussianMechanism:
         memory: Memory | None = None,
         generator: torch.Generator | None = None,
     ):
-        self.clip_norm = _checks.positive("clip_norm", clip_norm)
+        self.clip_norm = _checks.clip_norm("clip_norm", clip_norm)
         self.noise_multiplier = _checks.at_least_zero("noise_multiplier", noise_multiplier)
         self.beta = _checks.fraction("beta", beta)
         if beta < 1 and memory is None:

@@ -55,9 +55,9 @@ class Plan:
     def __post_init__(self) -> None:
         _checks.fraction("sampling_rate", self.sampling_rate)
         _checks.whole("steps", self.steps, maximum=MOST_STEPS)
-        for name in ("lot_size", "clip_norm", "noise_multiplier"):
+        for name in ("lot_size", "noise_multiplier"):
             _checks.positive(name, getattr(self, name))
-        self._check_scale("clip_norm", self.clip_norm)
+        _checks.clip_norm("clip_norm", self.clip_norm)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         _checks.open_fraction("delta", self.delta)
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
