@@ -17,10 +17,15 @@ _ACCOUNTANTS = {
 }
 
 
-def statement(plan: "Plan") -> str:
-    """What the plan promises, to whom, under which assumptions, and what it leaves out."""
-    phases = plan.events()
-    epsilon = plan.epsilon()
+def statement(plan: "Plan", *, steps: int | None = None, epsilon: float | None = None) -> str:
+    """What the plan promises, to whom, under which assumptions, and what it leaves out.
+
+    `steps` is where the run was fixed beforehand to end, the plan's own end unless given; `epsilon` a smaller ε that
+    a budget guarantees.
+    """
+    steps = plan.steps if steps is None else steps
+    phases = accounting.truncate(plan.events(), steps)
+    epsilon = plan.epsilon(steps=steps) if epsilon is None else epsilon
     pair = accounting.epsilon_for_group(phases, plan.delta, 2)
     replace = accounting.epsilon_replace_one(phases, plan.delta)
     randomness = (
@@ -37,7 +42,7 @@ def statement(plan: "Plan") -> str:
     lines = [
         f"This run is ({rounded_up(epsilon)}, {rounded_up(plan.delta, 6)})-differentially private.",
         "Unit: one training example. Adjacency: add or remove one example.",
-        f"Mechanism: {plan.method}, {plan.steps} steps; each example joins a lot independently (Poisson sampling) "
+        f"Mechanism: {plan.method}, {steps} steps; each example joins a lot independently (Poisson sampling) "
         f"with {_rates(phases)}, its gradient is clipped to norm {plan.clip_norm:g}, "
         f"noise multiplier {plan.noise_multiplier:.6g}.",
         f"Accountant: {_ACCOUNTANTS[plan.accountant]}.",

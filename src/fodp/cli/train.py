@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         if trainer.ledger is None:
             trainer.ledger = open_ledger(folder.ledger, config, options)
         stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
-        folder.write(folder.statement, plan.statement() + "\n")
+        folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
     started = time.perf_counter()
     outcome = trainer.fit()
@@ -134,18 +134,19 @@ def run(options: argparse.Namespace) -> int:
         "seconds": round(time.perf_counter() - started, 3),
         "out": str(folder.path),
     }
-    return _conclude(options, folder, plan, result)
+    return _conclude(options, folder, plan, result, trainer.statement())
 
 
-def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any]) -> int:
+def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> int:
+    """Write and print what came out; all of it states one ε."""
     from fodp.accounting import rounded_up
     from fodp.training.plot import plot_accuracy
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
         print(
-            f"stopped after step {result['steps']} of {plan.steps}, epsilon so far {rounded_up(result['epsilon'])}; "
-            f"go on with: fodp train --resume --out {folder.path}",
+            f"stopped after step {result['steps']} of {plan.steps}; if it ends here, after what was seen, its epsilon "
+            f"is {rounded_up(result['epsilon'])}; go on with: fodp train --resume --out {folder.path}",
             file=text,
         )
         return 130
@@ -165,7 +166,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"{result['budget_left']:.1%} of the budget of {result['dataset_name']} is left", file=text)
     if result["lost_steps"]:
         print(f"{result['lost_steps']} steps were lost to a crash but stay charged", file=text)
-    print(f"\n{plan.statement()}\n\nrun folder: {folder.path}", file=text)
+    print(f"\n{statement}\n\nrun folder: {folder.path}", file=text)
     if options.json:
         print(json.dumps(result))
     return 0

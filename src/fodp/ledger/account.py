@@ -35,6 +35,11 @@ class Account:
         self._write_seconds = 0.0
 
     @property
+    def budget(self) -> RenyiBudget | None:
+        """The budget that guards the run's data, if there is one."""
+        return self._budget
+
+    @property
     def charged(self) -> int:
         """How many of the run's steps count as used."""
         return self._granted

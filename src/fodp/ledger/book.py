@@ -75,6 +75,11 @@ class Ledger:
         entry = self.store.last("dataset = ? AND kind = 'budget'", (dataset,))
         return None if entry is None else RenyiBudget(**entry.data)
 
+    def budget_of(self, run: str) -> RenyiBudget | None:
+        """The budget that guards the data of a run, if it has one."""
+        first = self.store.last("run = ? AND kind = 'run'", (run,))
+        return None if first is None else self.budget(first.dataset)
+
     def left(self, dataset: str) -> float:
         """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
         budget = self.budget(dataset)

@@ -121,7 +121,7 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     selected = [entry for entry in rows if entry.kind == "selection"]
     deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
     spent = sum(entry.rdp or 0.0 for entry in last.values())
-    used = [phase for entry in begun for phase in _used(entry, last[entry.run])]
+    used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
         "budget": None
@@ -156,8 +156,9 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
         "about": first.data["about"],
         "planned": first.data["planned"],
         "steps": last.steps,
-        "state": "ended in order" if last.kind == "settle" else "running, or crashed",
-        "epsilon": accounting.epsilon_of(_used(first, last), delta),
+        "state": _state(first, last, budget),
+        "stopped_early": _stopped_early(first, last, budget),
+        "epsilon": _epsilon(first, last, budget, delta),
         "delta": delta,
         "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
         "events": first.data["phases"],
@@ -192,8 +193,31 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     return spent.epsilon(delta)
 
 
-def _used(first: Entry, last: Entry) -> tuple[Phase, ...]:
-    return accounting.truncate(phases_from_data(first.data["phases"]), last.steps or 0)
+def _covered(first: Entry, last: Entry, budget: RenyiBudget | None) -> tuple[Phase, ...]:
+    """What a run counts as having released: the steps used, and without a budget all that were fixed beforehand.
+
+    Where a run stopped may tell what it saw; the steps up to there cost what they cost only to a filter.
+    """
+    phases, used, planned = phases_from_data(first.data["phases"]), last.steps or 0, first.data["planned"]
+    return accounting.truncate(phases, used if budget is not None else max(used, planned))
+
+
+def _epsilon(first: Entry, last: Entry, budget: RenyiBudget | None, delta: float) -> float:
+    """The run's own ε, whatever made it stop: of all steps that were fixed beforehand, or the budget's if smaller."""
+    whole = accounting.epsilon_of(_covered(first, last, None), delta)
+    unfinished = (last.steps or 0) < first.data["planned"]
+    return min(whole, budget.epsilon) if unfinished and budget is not None and budget.delta <= delta else whole
+
+
+def _stopped_early(first: Entry, last: Entry, budget: RenyiBudget | None) -> bool:
+    """Did it end before the end that was fixed beforehand, with no budget to cover that?"""
+    return budget is None and last.kind == "settle" and (last.steps or 0) < first.data["planned"]
+
+
+def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
+    if _stopped_early(first, last, budget):
+        return "stopped early without a budget: epsilon is that of all its planned steps"
+    return "ended in order" if last.kind == "settle" else "running, or crashed"
 
 
 def _repeated(entry: Entry) -> tuple[Repetitions, tuple[Phase, ...]]:

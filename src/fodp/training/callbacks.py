@@ -108,8 +108,8 @@ class Evaluate(Callback):
         if not math.isfinite(loss):
             raise PrivacyError(
                 f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
-                f"the learning rate or look at the data's scale; the epsilon spent so far, "
-                f"{accounting.rounded_up(trainer.epsilon())}, stays spent"
+                "the learning rate or look at the data's scale; the epsilon of the run, "
+                f"{accounting.rounded_up(trainer.stated_epsilon())}, stays spent"
             )
         self.best = max(self.best, score)
         trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
@@ -124,7 +124,7 @@ class Evaluate(Callback):
 
 
 class CSVLog(Callback):
-    """One line per epoch: epoch, step, ε and the public scores."""
+    """One line per epoch: epoch, step, the ε of the steps so far (a running display) and the public scores."""
 
     FIELDS = ("epoch", "step", "epsilon", "accuracy", "loss")
 

@@ -5,6 +5,7 @@ import torch
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.accounting import rounded_up
+from fodp.budget import RenyiBudget
 from fodp.plan import Plan
 from fodp.run import Run
 
@@ -28,6 +29,19 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
         ]
         raise PrivacyError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
+
+
+def stated_epsilon(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None) -> float:
+    """The one ε to publish of a run that used `steps` steps of the `planned` ones that were fixed before it began.
+
+    Guarantee: the run is (ε, δ)-differentially private with the plan's δ, also if it was stopped because of what was
+    seen. A run that stops early shows no more than one that goes on to the end, but where it stops tells something, so
+    the first steps' own ε does not hold for it. A budget covers every stop (`fodp.budget.RenyiBudget`).
+    """
+    if steps >= planned:
+        return plan.epsilon(steps=steps)
+    whole = plan.epsilon(steps=planned)
+    return min(whole, budget.epsilon) if budget is not None and budget.delta <= plan.delta else whole
 
 
 def steps_within(plan: Plan, target_epsilon: float) -> int:
