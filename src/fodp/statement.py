@@ -32,7 +32,8 @@ def statement(plan: "Plan", *, steps: int | None = None, epsilon: float | None =
         "Randomness: secure. Masks and noise come from operating-system entropy; no key is recorded."
         if plan.seed is None
         else "Randomness: SEEDED, a research mode. Whoever knows the seed can subtract the noise "
-        "and learn who took part: against them there is no guarantee at all."
+        "and learn who took part: against them there is no guarantee at all. The seed must not be used for a second "
+        "run, on this or other data: whoever sees both subtracts the noise without knowing the seed."
     )
     unprotected = (
         "timing attacks; rounding inside float32 sums (the noise itself is exact, on a grid)"

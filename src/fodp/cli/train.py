@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
     from fodp.cli.bookkeeping import open_ledger, resume, share_left
     from fodp.models import accuracy, build, cross_entropy
+    from fodp.training.bookkeeping import seed_mark
     from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
     from fodp.training.folder import RunFolder
     from fodp.training.rehearsal import rehearse
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         if "ledger" in config:
             trainer.ledger = open_ledger(Path(config["ledger"]), config, options)
-            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step)
+            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step, seed=seed_mark(trainer.ledger, plan))
         folder.create()  # only now, when everything else has proved right
         if trainer.ledger is None:
             trainer.ledger = open_ledger(folder.ledger, config, options)

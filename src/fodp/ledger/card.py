@@ -17,7 +17,8 @@ _DELTAS = (1e-5, 1e-6, 1e-8)
 NOT_COVERED = (
     "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
     "looking at the data itself; scores on data that is itself private; people with several examples; public numbers "
-    "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed; "
+    "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed, and against "
+    "everybody if a seed was used for a second run that this ledger, or this machine, does not know of; "
     "floating-point and timing attacks"
 )
 
