@@ -772,3 +772,23 @@ def test_events_survive_being_written_down():
     for wrong in ([[1]], [[[[2.0, 1.0]], 3]], [[[[0.5, 1.0]], -1]], [[[[0.5]], 1]]):
         with pytest.raises(fodp.PrivacyError):
             phases_from_data(wrong)
+
+
+class TestTimes:
+    """How fast steps follow each other tells how large their lots are, and that how large the data is."""
+
+    def test_rows_have_whole_minutes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("time.time", lambda: 1_700_000_123.456)
+        named(tmp_path, budget=(3.0, 1e-5)).open("a", PHASES, 100).settle(3)
+        assert {entry.at for entry in ledger(tmp_path).store.select()} == {1_700_000_100.0}
+        assert "2023-11-14 22:15 UTC" in card(summary(ledger(tmp_path))[0])
+
+    def test_steps_are_reserved_in_powers_of_two(self, tmp_path, monkeypatch):
+        clock = [0.0]
+        monkeypatch.setattr("fodp.ledger.account.time.perf_counter", lambda: clock[0])
+        account = named(tmp_path, budget=(3.0, 1e-5)).open("a", PHASES, 100)
+        for step in range(100):
+            assert account.covers(step)
+            clock[0] += 0.071  # seven steps in half a second
+        ends = [entry.steps for entry in ledger(tmp_path).store.select("kind = 'reserve'")]
+        assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 3]

@@ -132,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
         "randomness": "secure" if plan.seed is None else "seeded",
         "dataset_name": config.get("dataset_name"),
         "budget_left": share_left(trainer.ledger),
-        "seconds": round(time.perf_counter() - started, 3),
+        # How long it took tells how large the lots were, and so the data: for research only.
+        "seconds": None if plan.seed is None else round(time.perf_counter() - started, 3),
         "out": str(folder.path),
     }
     return _conclude(options, folder, plan, result, trainer.statement())

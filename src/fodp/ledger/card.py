@@ -233,7 +233,7 @@ def _costs(entry: Entry, budget: RenyiBudget) -> Any:
 
 
 def _when(entry: Entry) -> str:
-    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _pairs(epsilons: dict[float, float]) -> str:

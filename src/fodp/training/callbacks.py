@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fodp import _checks, accounting
 from fodp._checks import PrivacyError
+from fodp.ledger.store import whole_minutes
 from fodp.models import accuracy
 from fodp.training.folder import write_atomically
 
@@ -196,7 +197,7 @@ class TensorBoard(Callback):
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write the scalars of this epoch."""
         for name, value in {"epsilon": trainer.epsilon(), **trainer.metrics}.items():
-            self._writer.add_scalar(name, value, trainer.step)
+            self._writer.add_scalar(name, value, trainer.step, walltime=whole_minutes())
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Flush to disk."""
