@@ -331,11 +331,13 @@ class Mutant:
 
 HALF = {"beta": BETA}
 MUTANTS = (
-    Mutant("noise multiplied by β like the sum", "fo-dp-sgd", with_streams(lambda m, p: FaintNoise(SEED, BETA)), HALF),
+    Mutant(
+        "noise multiplied by β like the sum", "fo-dp-sgd", with_streams(lambda m, p: FaintNoise(p.seed, BETA)), HALF
+    ),
     Mutant("noise multiplier divided by β twice", BetaTwice, params=HALF),
-    Mutant("noise scaled by C/L twice", make=with_streams(lambda m, p: FaintNoise(SEED, p.clip_norm / p.lot_size))),
+    Mutant("noise scaled by C/L twice", make=with_streams(lambda m, p: FaintNoise(p.seed, p.clip_norm / p.lot_size))),
     Mutant("noise missing on one tensor", make=with_streams(partial)),
-    Mutant("same noise each step", make=with_streams(lambda m, p: StaleNoise(SEED))),
+    Mutant("same noise each step", make=with_streams(lambda m, p: StaleNoise(p.seed))),
     Mutant("per-layer clipping with flat noise", PerLayerClipping),
     Mutant("clipping after summing", ClipAfterSum),
     Mutant("an unclipped parameter", UnclippedParameter),

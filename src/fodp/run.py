@@ -56,6 +56,9 @@ class Run:
         self.step = 0
         if streams is None:
             streams = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
+        elif streams.seed != plan.seed:
+            wanted = "secure streams (seed=None)" if plan.seed is None else f"the seed {plan.seed}"
+            raise PrivacyError(f"the plan states {wanted}, these are {streams}: leave streams out, or mend the plan")
         self.streams = streams
         self.engine = Engine(model, loss_fn, engine)
         self._parameters = tuple(model.parameters())
