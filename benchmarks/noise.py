@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
 from fodp.exact import rounded_normals
 from fodp.models import cross_entropy
 from fodp.noise import Streams
+from fodp_lab.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
 
 BURST = 20
 

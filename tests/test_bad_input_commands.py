@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fodp.cli import bench as bench_command
-from fodp.experiments.catalog import NAMES
-from fodp.experiments.runner import Runner
 from fodp.ledger import Ledger
 from fodp.ledger.card import summary
+from fodp_lab.paper.catalog import NAMES
+from fodp_lab.paper.runner import Runner
 from odd_input_for_tests import mostly_plain, odd, plain, run, text
 
 small = st.integers(-2, 40).map(str)
@@ -122,8 +122,8 @@ def test_experiments_begin_or_are_refused_in_one_line(data, suite):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         began: list[str] = []
         patch.setattr(Runner, "run", lambda self, specs, title: began.append(title))
-        patch.setattr("fodp.experiments.runtime.measure", lambda *_: began.append("runtime"))
-        patch.setattr("fodp.experiments.fair.Comparison.rounds", lambda self: iter([("fair", [])]))
+        patch.setattr("fodp_lab.paper.runtime.measure", lambda *_: began.append("runtime"))
+        patch.setattr("fodp_lab.paper.fair.Comparison.rounds", lambda self: iter([("fair", [])]))
         code, _, _ = run("reproduce", "--no-report", "--quiet", f"--out={folder}/r", *options, "--", suite)
         assert bool(began) == (code == 0)
 
@@ -153,6 +153,6 @@ def test_a_benchmark_begins_or_is_refused_in_one_line(words):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name in ("scaling.scaling", "paper_run.paper_run", "results.merge", "plots.draw", "report.show"):
-            patch.setattr(f"fodp.bench.{name}", lambda *_: {})
+            patch.setattr(f"fodp_lab.bench.{name}", lambda *_: {})
         patch.setattr(bench_command, "_workload", lambda *_: {})
         run("bench", *words)

@@ -402,7 +402,7 @@ class TestMethodsAndAccounting:
 
 
 def test_help_of_reproduce_names_every_experiment(capsys):
-    from fodp.experiments.catalog import NAMES
+    from fodp_lab.paper.catalog import NAMES
 
     with pytest.raises(SystemExit):
         main(["reproduce", "--help"])

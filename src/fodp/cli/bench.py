@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fodp._checks import PrivacyError, whole
-from fodp.bench.targets import DP_SGD, MEMORY_BATCH, PLAIN, TITLES
+from fodp_lab.bench.targets import DP_SGD, MEMORY_BATCH, PLAIN, TITLES
 
 if TYPE_CHECKING:
-    from fodp.bench.measure import Report
+    from fodp_lab.bench.measure import Report
 
 EPILOG = """examples:
   fodp bench --quick --no-peers --workload mlp        a first impression in half a minute
@@ -44,7 +44,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep the results, draw them, and compare them with the targets."""
-    from fodp.bench import plots, report, results
+    from fodp_lab.bench import plots, report, results
 
     if options.markdown is not None:
         stored = results.load(Path(options.markdown))
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any]]:
-    from fodp.bench.measure import BURST_SECONDS, TURNS
-    from fodp.bench.paper_run import paper_run
-    from fodp.bench.scaling import scaling
+    from fodp_lab.bench.measure import BURST_SECONDS, TURNS
+    from fodp_lab.bench.paper_run import paper_run
+    from fodp_lab.bench.scaling import scaling
 
     rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
     turns, burst_seconds = (1, BURST_SECONDS / 8) if options.quick else (TURNS, BURST_SECONDS)
@@ -89,9 +89,9 @@ def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any
 def _workload(
     name: str, options: argparse.Namespace, rounds: int, turns: int, burst_seconds: float, say: "Report"
 ) -> dict[str, Any]:
-    from fodp.bench.contenders import CONTENDERS
-    from fodp.bench.measure import peak_memory, table
-    from fodp.bench.workloads import WORKLOADS
+    from fodp_lab.bench.contenders import CONTENDERS
+    from fodp_lab.bench.measure import peak_memory, table
+    from fodp_lab.bench.workloads import WORKLOADS
 
     taking_part = [c for c in CONTENDERS if options.peers or not c.is_peer]
     measured = table(name, taking_part, rounds, turns, burst_seconds, 1 if options.quick else _SETTLE, say)

@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.out)
     if not any(folder.glob("*.jsonl")):
         raise PrivacyError(f"{folder} holds no records: run `fodp reproduce --out {folder}` first")
-    from fodp.experiments.report import write
+    from fodp_lab.report.files import write
 
     done = write(folder)
     print(json.dumps(done) if options.json else f"wrote {done['report']} and {len(done['figures'])} figures")

@@ -12,7 +12,7 @@ from fodp import _checks
 from fodp._checks import PrivacyError
 
 if TYPE_CHECKING:
-    from fodp.experiments.fair import Row
+    from fodp_lab.paper.fair import Row
 
 EPILOG = """examples:
   fodp reproduce --quick                      every experiment of the paper, ten epochs each, in minutes
@@ -49,7 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compute what is missing."""
-    from fodp.experiments.catalog import NAMES
+    from fodp_lab.paper.catalog import NAMES
 
     if options.suite in NAMES and options.only is None:
         options.suite, options.only = "paper", options.suite
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.out or ("results-quick" if options.quick else "results"))
     done = _fair(options, folder) if options.suite == "fair" else _paper(options, folder)
     if not options.no_report:
-        from fodp.experiments.report import write
+        from fodp_lab.report.files import write
 
         done["report"] = write(folder)["report"]
     if options.json:
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from fodp.experiments.catalog import EXPERIMENTS, NAMES, RUNTIME, quick
-    from fodp.experiments.runner import Runner
+    from fodp_lab.paper.catalog import EXPERIMENTS, NAMES, RUNTIME, quick
+    from fodp_lab.paper.runner import Runner
 
     if options.challenge:
         raise PrivacyError("--challenge adds a row to the fair comparison: say `fodp reproduce fair --challenge ...`")
@@ -91,8 +91,8 @@ def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _runtime(options: argparse.Namespace, folder: Path) -> None:
-    from fodp.experiments import catalog, runtime
-    from fodp.experiments.runner import progress_bar
+    from fodp_lab.paper import catalog, runtime
+    from fodp_lab.paper.runner import progress_bar
 
     rounds = 1 if options.quick else runtime.ROUNDS
     with progress_bar(quiet=options.quiet) as bar:
@@ -103,9 +103,9 @@ def _runtime(options: argparse.Namespace, folder: Path) -> None:
 def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from dataclasses import replace
 
-    from fodp.experiments import challengers, fair
-    from fodp.experiments.code_version import code_version
-    from fodp.experiments.runner import Runner
+    from fodp_lab.paper import challengers, fair
+    from fodp_lab.paper.code_version import code_version
+    from fodp_lab.paper.runner import Runner
 
     if options.only:
         raise PrivacyError("--only names experiments of the paper; the fair comparison runs as a whole")
@@ -129,7 +129,7 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _challenge(options: argparse.Namespace, folder: Path) -> "Row":
     from fodp.cli.job import setting
-    from fodp.experiments import challengers
+    from fodp_lab.paper import challengers
 
     params = dict(setting(item) for item in options.set)
     label = options.label or " ".join([options.challenge, *options.set])
