@@ -13,7 +13,7 @@ test: $(INSTALLED)  ## create the environment and run the tests
 
 # The tests of report.html use a real browser if there is one (Debian: apt-get install chromium).
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard,bench]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench]"
 	$(BIN)/python -m pytest -n auto
 
 check: lint types test  ## format, lint, types and tests: before every commit
@@ -37,7 +37,7 @@ docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp report
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,bench]"
 	$(BIN)/fodp bench --all --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
@@ -56,7 +56,7 @@ soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and c
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab]"
 	touch $(INSTALLED)
 
 clean:
