@@ -12,7 +12,7 @@ from torch import nn
 import fodp
 from fodp.cli.main import main
 from fodp.models import cross_entropy
-from fodp_lab.bench import floor, measure, report, results, scaling, steps
+from fodp_lab.bench import floor, measure, plots, report, results, scaling, steps
 from fodp_lab.bench.contenders import CONTENDERS, PEERS, TERMS, Contender, build
 from fodp_lab.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, PLAIN, TARGETS, TITLES, Target
 from fodp_lab.bench.workloads import CLASSES, WORKLOADS
@@ -244,6 +244,13 @@ class TestResults:
             "opacus ghost": self.row(3.3, 6.6, kind="opacus"),
         }
         return {"workloads": {"mlp": dict(parameters=2**17, batch=200, contenders=rows, memory={}, failed={})}}
+
+    def test_every_kind_of_contender_is_drawn(self, tmp_path):
+        measured = self.measured()
+        for contender in CONTENDERS:
+            measured["workloads"]["mlp"]["contenders"].setdefault(contender.name, self.row(1, 2, kind=contender.kind))
+        plots.draw(measured, tmp_path)
+        assert (tmp_path / report.PLOT).exists()
 
     def test_opacus_is_judged_by_its_best_mode(self):
         judged = {row.target.over: row for row in results.judge(self.measured())}

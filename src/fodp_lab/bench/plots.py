@@ -13,6 +13,7 @@ from fodp_lab.bench.targets import PLAIN, TITLES
 _FLOOR = "#90b4d8"
 _COLOURS = {
     "private": "#2b6cb0",
+    "unkeyed": _FLOOR,
     "by hand": _FLOOR,
     "window read": _FLOOR,
     "opacus": "#c05621",
