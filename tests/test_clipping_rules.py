@@ -360,6 +360,28 @@ def test_many_squares_too_small_for_a_running_sum_are_counted(length: int, compi
 
 
 @pytest.mark.rule(5)
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_exact_sums_are_those_of_float64(name: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same float32 factors and weights: nothing but float64 rounding is left of the sum over examples."""
+    if not held:
+        monkeypatch.setattr(uses, "HELD_ENTRIES", 1)
+    model, x = build(LAYERS, name, COUNT, torch.float32)
+    engine = Engine(model, probe)
+    engine._checked = True
+    parts = [Gradients(engine, x[i : i + 1], exact=True).clipped_sum(1.0) for i in range(COUNT)]
+    whole = Gradients(engine, x, exact=True).clipped_sum(1.0)
+    assert whole.value.dtype == torch.float32
+    exact, added = (sum(f * t.double() for q in some for f, t in q._terms) for some in ([whole], parts))
+    again = Gradients(engine, x, exact=True).clipped_sum(1.0)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole._terms, again._terms, strict=True))
+    rounded = Gradients(engine, x).clipped_sum(1.0).value
+    # Layers round, in their own pass, by the size of the lot; the sums themselves do not.
+    assert (exact - added).norm() <= 2e-6
+    assert (rounded - exact).norm() <= 1e-5
+
+
+@pytest.mark.rule(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_of_half_precision_are_float64(dtype: torch.dtype) -> None:
     """Squares of 300 overflow float16."""

@@ -88,7 +88,7 @@ class Convolution(Outer):
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """The library's own weight gradient, of re-weighted back-signals: no unfolding."""
         if self._held is not None and self._held.dim() == 5:  # by place in the kernel
-            total = self._held.new_empty(self._held.shape[1:])
+            total = out.new_empty(self._held.shape[1:])
             Dense(self._held).add_weighted(total, weights, False)
             _give(out, total.permute(2, 3, 0, 1), accumulate)
             return
@@ -100,10 +100,11 @@ class Convolution(Outer):
             self._images.shape[1] // self._groups,
             *self._kernel,
         )
+        weighted = self._back_image * weights[:, None, None, None].to(self._back_image.dtype)
         total = conv2d_weight(
-            self._images,
+            self._images.to(out.dtype),
             shape,
-            self._back_image * weights[:, None, None, None].to(self._back_image.dtype),
+            weighted.to(out.dtype),
             self._stride,
             0,
             self._dilation,

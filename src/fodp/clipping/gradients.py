@@ -37,6 +37,7 @@ class Gradients:
     their mean). `microbatch` bounds how many examples are in flight and changes nothing else;
     by default the engine chooses, so that what it records stays small.
     `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
+    `exact` sums over examples in float64, whatever the model's type is.
     """
 
     engine: Engine
@@ -47,6 +48,7 @@ class Gradients:
     lot: object = None
     blocks: tuple[float, ...] | None = None
     ascent: float = 0.0
+    exact: bool = False
     _kept: list["_Pass"] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +69,8 @@ class Gradients:
         one example change the others' terms, and the bound would not hold. A weight that is not finite
         counts as zero.
         """
-        total = self.engine.layout.empty()
+        layout = self.engine.layout
+        total = torch.empty(layout.size, dtype=self._sum_dtype, device=layout.device)
         accumulate = False
         with self.engine.exactly():
             for part in self._passes():
@@ -79,28 +82,28 @@ class Gradients:
                 part.add_weighted(total, weights, accumulate)
                 accumulate = True
                 del part  # before the next one is recorded
-        return Query(total if accumulate else total.zero_(), bound, self.lot)
+        return self._query(total if accumulate else total.zero_(), bound)
 
     def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
         bound = _checks.positive("clip_norm", clip_norm)
-        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        total = torch.zeros((), dtype=self._sum_dtype, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
-                total = total + part.norms.clamp(max=bound).sum()
-        return Query(total, bound, self.lot)
+                total = total + part.norms.clamp(max=bound).sum(dtype=self._sum_dtype)
+        return self._query(total, bound)
 
     def count(self, fraction: ByNorm) -> Query:
         """Σ (f_i - ½) with f_i = fraction(norms)_i in [0, 1]: sensitivity ½, half of an uncentred count's.
 
         A non-finite gradient or fraction contributes zero.
         """
-        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        total = torch.zeros((), dtype=self._sum_dtype, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
                 fractions = _by_norm(fraction, part.norms, 0.5).clamp(0, 1)
-                total = total + part.of_finite(fractions - 0.5).sum()
-        return Query(total, 0.5, self.lot)
+                total = total + part.of_finite(fractions - 0.5).sum(dtype=self._sum_dtype)
+        return self._query(total, 0.5)
 
     def scaled(self, blocks: Sequence[float]) -> "Gradients":
         """The gradients with each parameter's part times a public b_l, before any clipping.
@@ -111,6 +114,16 @@ class Gradients:
         if len(checked) != len(self.engine.layout.names):
             raise PrivacyError(f"{len(checked)} block weights for {len(self.engine.layout.names)} parameters")
         return replace(self, blocks=checked, _kept=[])
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float64 if self.exact else self.engine.layout.dtype
+
+    def _query(self, total: Tensor, bound: float) -> Query:
+        """In the model's type. What that type leaves of an exact sum is a second term, added in float64 at release."""
+        rounded = total.to(self.engine.layout.dtype)
+        query = Query(rounded, bound, self.lot)
+        return query if rounded.dtype == total.dtype else query + (total - rounded).to(rounded.dtype)
 
     def _passes(self) -> Iterator["_Pass"]:
         """The lot in micro-batches; a lot that fits into one is kept for further questions."""
