@@ -346,7 +346,7 @@ def test_norms_of_long_vectors_are_within_the_stated_tolerance(length: int) -> N
     assert ((square_sums(values).double() / truth).sqrt() - 1).abs().max() <= FLOAT_TOLERANCE / 2
 
 
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("length", [8192, 50_000])
 def test_many_squares_too_small_for_a_running_sum_are_counted(length: int, compiled: bool, monkeypatch: Any) -> None:
@@ -359,7 +359,7 @@ def test_many_squares_too_small_for_a_running_sum_are_counted(length: int, compi
     assert ((Dense(values).squared_norms() / truth) - 1).abs().max() <= FLOAT_TOLERANCE
 
 
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_exact_sums_are_those_of_float64(name: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_raised_noise_pays_for_rounding(std, bound, size):
         assert apart <= bound + grid * math.sqrt(size)
 
 
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("exactly", [True, False])
 def test_the_allowance_covers_what_rounding_does(exactly):
     """Removing an example changes the sum by its own gradient, and by rounding of all others' far below."""

@@ -18,7 +18,7 @@ SECONDS = float(os.environ.get("FODP_FUZZ_SECONDS", "60"))
 
 
 @pytest.mark.rule(3)
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_example_is_found_that_moves_a_sum_beyond_its_bound(kind: str) -> None:
     worst = fuzz(SECONDS / len(KINDS), [kind])[kind]
@@ -47,7 +47,7 @@ def nothing_for_single_roundings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(norms, "_RAISED", 0)
 
 
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize(
     ("mistake", "kind", "seed"),  # seeds that are quick on one machine; any other does it, too
     [
@@ -76,7 +76,7 @@ def losing_products(length: int, width: int) -> tuple[Tensor, Tensor]:
     return inputs[None, None], back[None, None]
 
 
-@pytest.mark.rule(5)
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_positions_that_lose_their_difference_in_products(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by hand: 32 positions of 3072 inputs, whose norm is 1% above what it is with a slack without lengths."""
