@@ -49,7 +49,7 @@ def nothing_for_single_roundings(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rule(19)
 @pytest.mark.parametrize(
-    ("mistake", "kind", "seed"),  # seeds that are quick on one machine; any other does it, too
+    ("mistake", "kind", "seed"),  # quick ones, on one machine; others that were tried took up to 26 s
     [
         (rounding_without_lengths, "positions, ghost", 0),
         (rounding_without_lengths, "positions, many ghost", 1),

@@ -14,8 +14,9 @@ round(N) is exact. N = √(-2 ln U)·cos(πV) is computed in float64 from 64-bit
 to a half for float64 to tell, or the word is extreme, more random bits and more digits decide. This takes
 PyTorch's float64 log, sqrt, sin and cos to be right to 16 units in the last place (they promise 1), and nothing else.
 
-The clipped sum comes as a float64 sum (`Gradients.exact`), whose rounding is below 1e-10 of the bound. What is not covered: gradients themselves are float32, and a library may round otherwise in a larger lot.
-`SUM_ALLOWANCE` widens the bound for that; that this suffices is measured, not proved. Timing is not covered either.
+The clipped sum comes as a float64 sum (`Gradients.exact`), whose rounding is below 1e-10 of the bound. What is not
+covered: gradients themselves are float32, and a library may round otherwise in a larger lot. `SUM_ALLOWANCE` widens the
+bound for that; that this suffices is measured, not proved. Timing is not covered either.
 """
 
 import math
