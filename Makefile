@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak clean
+.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak fuzz clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -51,6 +51,9 @@ bench-compile: $(INSTALLED)  ## what torch.compile does for plain training
 
 soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
+
+fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped sum beyond its bound; 1 if there is one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py
 
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt
