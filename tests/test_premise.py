@@ -314,22 +314,27 @@ def test_what_a_data_set_draws_for_a_record_does_not_depend_on_the_lot(draw, pai
 @pytest.mark.rule(19)
 @pytest.mark.filterwarnings("ignore:per-example gradients")
 @pytest.mark.parametrize("engine", ["auto", "loop"])
-@pytest.mark.parametrize("layer", ["linear", "sequence", "attention"])
+@pytest.mark.parametrize("layer", ["linear", "sequence", "wide sequence", "attention", "recurrent"])
 def test_autocast_around_everything_belongs_to_the_loss_alone(engine, layer):
     torch.manual_seed(0)
     kinds = {
         "linear": lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 2)),
         "sequence": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), nn.Linear(8, 16), nn.Flatten(), nn.Linear(128, 2)),
+        "wide sequence": lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 32)), nn.Linear(32, 256), nn.Flatten(), nn.Linear(512, 2)
+        ),
         "attention": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), Attention(), nn.Flatten(), nn.Linear(64, 2)),
+        "recurrent": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), Recurrent(), nn.Flatten(), nn.Linear(64, 2)),
     }  # fmt: skip
     model, x, y = kinds[layer](), 100 * torch.randn(12, 64), torch.randint(2, (12,))
     clipper = fodp.Clipper(model, losses, engine=engine)
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        # The whole lot first: the engine measures one row by itself only when it has seen that it can.
+        whole, less = (clipper.clipped_sum((x[:n], y[:n]), CLIP) for n in (12, 11))
         for row in range(4):
             alone = clipper.clipped_sum((x[row : row + 1], y[row : row + 1]), CLIP)
             assert alone.dtype == torch.float32
             assert alone.norm() <= CLIP * (1 + 1e-5)
-        whole, less = (clipper.clipped_sum((x[:n], y[:n]), CLIP) for n in (12, 11))
     assert (whole - less).norm() <= CLIP * (1 + 1e-2)  # bfloat16 rounds the forward pass, not the norm
 
 
@@ -340,6 +345,34 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.a(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.a(x)[0]
+
+
+@pytest.mark.rule(19)
+@pytest.mark.parametrize("method", ["dp-sgd", "disk"])
+def test_autocast_around_everything_does_not_keep_old_weights(method):
+    """PyTorch's autocast holds copies of weights for as long as it lasts, also those of an earlier step."""
+    sums = []
+    for cast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            trainer = fodp.Trainer(
+                network(), losses, data(), plan(method=method, seed=1, noise_multiplier=1e-3, steps=6)
+            )
+            trainer.optimizer.param_groups[0]["lr"] = 5.0
+            for _ in range(6):
+                trainer._one_step()
+        sums.append(trainer.run.parameters())
+    assert (sums[0] - sums[1]).norm() < 0.05 * (
+        sums[0] - torch.cat([p.flatten() for p in network().parameters()])
+    ).norm()
 
 
 def matmul_mode():
@@ -517,6 +550,26 @@ def test_a_loss_that_remembers_is_refused(wrap):
     with pytest.raises(PrivacyError, match=r"two losses|writes into the buffer mean"):
         fodp.Run(network(), wrap(module), data(), plan()).take_step()
     assert module.mean == 1
+
+
+class Counting(nn.Module):
+    """A loss module whose buffer counts the examples it has seen, and changes no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, model, batch):
+        self.seen += len(batch[0])
+        return losses(model, batch)
+
+
+@pytest.mark.rule(24)
+def test_a_loss_that_counts_is_refused():
+    module = Counting()
+    with pytest.raises(PrivacyError, match="writes into the buffer seen"):
+        fodp.Run(network(), module, data(), plan()).take_step()
+    assert module.seen == 0
 
 
 @pytest.mark.rule(24)
