@@ -203,6 +203,24 @@ def test_draws_differ_by_step_record_and_key(pair):
 
 
 @pytest.mark.rule(18)
+def test_an_augmentation_and_a_model_draw_different_numbers(pair):
+    drawn = {"augmentation": [], "model": []}
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            drawn["model"].append(torch.rand(x.shape))
+            return x * drawn["model"][-1]
+
+    def augment(batch):
+        drawn["augmentation"].append(torch.rand(batch[0].shape))
+        return batch[0] + drawn["augmentation"][-1], batch[1]
+
+    first_sum(nn.Sequential(Scaled(), nn.Linear(WIDTH, 2)), augment=augment)(data())
+    ones, others = ({float(x) for draw in draws for x in draw.flatten()} for draws in drawn.values())
+    assert len(ones & others) < 0.01 * len(ones)  # of 2²⁴ numbers, by chance
+
+
+@pytest.mark.rule(18)
 def test_the_callers_generator_neither_steers_nor_moves(pair):
     model, sums = network(nn.Dropout(0.5)), []
     for seed in (1, 2):
@@ -251,6 +269,30 @@ def test_checkpointed_parts_repeat_their_draws(engine, pair):
     for kept in (True, False):
         model[2].kept = kept
         sums.append(first_sum(model, engine=engine)(data()))
+    assert torch.allclose(*sums, atol=1e-5)
+
+
+@pytest.mark.rule(18)
+def test_parts_that_are_checkpointed_from_a_later_step_on_repeat_their_draws(pair):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.drop, self.kept = nn.Linear(16, 16), nn.Dropout(0.5), True
+
+        def forward(self, x):
+            if self.kept:
+                return self.drop(self.a(x))
+            return torch.utils.checkpoint.checkpoint(lambda x: self.drop(self.a(x)), x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, sums = network(Part()), []
+    for kept in (True, False):
+        with keyed_from(bytes(32)):
+            run = fodp.Run(copy.deepcopy(model), losses, data(), plan(steps=50))
+            for _ in range(40):
+                run.take_step()
+            run.engine.model[2].kept = kept
+            sums.append(run.take_step())
     assert torch.allclose(*sums, atol=1e-5)
 
 

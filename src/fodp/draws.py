@@ -14,6 +14,7 @@ function) is run on two and on three copies of one row: what grows is the lot's.
 run one record at a time, and everything it draws is that record's.
 """
 
+import copy
 import hashlib
 import math
 import random
@@ -38,6 +39,8 @@ Result = TypeVar("Result")
 _DRAW_BITS: Final = 24  # draws in one pass; the other 40 bits of a half block name the record
 _BACKWARDS_LOOKED_AT: Final = 8
 _WORDS_AT_ONCE: Final = 1 << 21  # 8 MiB of words and as many counters
+# What saves tensors at this moment otherwise than autograd does; older versions of PyTorch do not tell.
+_TOP_HOOKS: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Unkeyable(PrivacyError):
@@ -56,6 +59,14 @@ class Source:
 
     def __init__(self, streams: DerivedKeys, step: int, name: str):
         self._keys = {shared: streams.record_key(step, f"{name}.{shared}") for shared in ("record", "lot")}
+        self._parts: dict[str, Source] = {}
+
+    def of(self, site: str) -> "Source":
+        """The words of one site: what an augmentation draws for a record tells nothing of what the model draws."""
+        if site not in self._parts:
+            part = self._parts[site] = copy.copy(self)
+            part._keys = {kind: _subkey(key, site) for kind, key in self._keys.items()}
+        return self._parts[site]
 
     def words(self, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:
         """`each` uniform 32-bit words for every place of every record, [records, *shape, each]."""
@@ -93,6 +104,10 @@ class Source:
         return out.reshape(len(records), *shape, each)
 
 
+def _subkey(key: bytes, name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=32, key=key, person=b"fodp.site").digest()
+
+
 @dataclass(frozen=True)
 class _Draw:
     """What one draw of a site looks like: the operation, and the lot's dimension with how many entries a row has there.
@@ -117,8 +132,9 @@ class Site:
         self.quiet, self.alone = True, False
         self.foreign = False  # it draws from NumPy's or Python's generator too
         self._draws: tuple[_Draw, ...] = ()
-        # Where parts of the forward pass are repeated in the backward pass (checkpointing), that has draws too; it is
-        # looked at in the first passes only, since a mode costs time.
+        # Where parts of the forward pass are repeated in the backward pass, that has draws too. Checkpointing is seen
+        # in the forward pass; for whatever else there may be the first backward passes are looked at, since a mode
+        # costs time.
         self._keyed_backwards: float = _BACKWARDS_LOOKED_AT
 
     def run(
@@ -150,7 +166,7 @@ class Site:
         """Find out which dimension of each draw is the lot's, from two and three copies of one row."""
         seen = []
         for copies in (2, 3):
-            with generators_kept(), _Keyed(source, None, np.zeros(copies, np.int64)) as recorder:
+            with generators_kept(), _Keyed(source.of(self.what), None, np.zeros(copies, np.int64)) as recorder:
                 again(torch.zeros(copies, dtype=torch.int64))
             seen.append(recorder.seen)
         self.quiet = not any(seen)
@@ -179,11 +195,13 @@ class Pass:
     """One run of a site's code over some rows of a lot."""
 
     def __init__(self, site: Site, source: Source | None, records: Tensor):
-        self._site, self._source = site, source
+        self._site, self._source = site, None if source is None else source.of(site.what)
         self._mode: _Keyed | None = None
-        if source is not None and not site.quiet:
+        if self._source is not None and not site.quiet:
             numbers = records.numpy()
-            self._mode = _Keyed(source, None if site.alone else site._draws, numbers[:1] if site.alone else numbers)
+            self._mode = _Keyed(
+                self._source, None if site.alone else site._draws, numbers[:1] if site.alone else numbers
+            )
 
     def forward(self, code: Callable[[], Result]) -> Result:
         """Run the user's code."""
@@ -196,7 +214,7 @@ class Pass:
 
     def backward(self, code: Callable[[], Result]) -> Result:
         """Run the backward pass, which draws only where a part of the forward pass is repeated in it."""
-        if self._mode is None or not self._site._keyed_backwards:
+        if self._mode is None or not (self._site._keyed_backwards or self._mode.repeated or self._mode.hidden):
             return code()
         drawn = self._mode.drawn
         with self._mode:
@@ -210,7 +228,7 @@ class OwnPass:
 
     def __init__(self, site: Site, source: Source, records: Tensor):
         self._marks = Marks()
-        self._mode = _Keyed(source, site._draws, records.numpy())
+        self._mode = _Keyed(source.of(site.what), site._draws, records.numpy())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
@@ -218,6 +236,12 @@ class OwnPass:
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._marks.restore()
         self._mode.refuse_fewer()
+        if self._mode.repeated:
+            raise PrivacyError(
+                "a checkpointed part of the model draws random numbers (dropout). The backward pass would draw them "
+                "again, for the whole lot and not by record: switch checkpointing off, leave what draws out of it, or "
+                "use fodp.Trainer, which computes the gradients itself"
+            )
 
 
 # --- the state of generators ---------------------------------------------------------------------------------
@@ -303,6 +327,7 @@ class _Keyed(TorchDispatchMode):
         self.source, self.records, self._expected = source, records, draws
         self.seen: list[tuple[str, tuple[int, ...]]] = []
         self.drawn = 0
+        self.repeated = self.hidden = False  # whether something was drawn in a checkpointed part, without gradients
         self._numbers: dict[bytes, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -347,6 +372,8 @@ class _Keyed(TorchDispatchMode):
         """
         state = torch.default_generator.get_state().numpy().tobytes()
         self.drawn += 1
+        self.repeated = self.repeated or _is_checkpointed()
+        self.hidden = self.hidden or not torch.is_grad_enabled() or _TOP_HOOKS is None
         number = self._numbers.setdefault(state, len(self._numbers))
         torch.empty((), dtype=torch.int64).random_()
         return number
@@ -361,6 +388,11 @@ class _Keyed(TorchDispatchMode):
                 "for attention with dropout the backend torch.nn.attention.SDPBackend.MATH"
             )
         return result
+
+
+def _is_checkpointed() -> bool:
+    """Whether a part of the forward pass is under way that keeps its tensors otherwise than autograd does."""
+    return _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
 
 
 def _draw_of(two: tuple[str, tuple[int, ...]], three: tuple[str, tuple[int, ...]]) -> _Draw | None:
