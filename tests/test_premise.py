@@ -5,6 +5,7 @@ included. `moved` says by how many C they are apart; 1 is what the guarantee all
 """
 
 import copy
+import itertools
 import random
 import warnings
 from dataclasses import dataclass
@@ -348,6 +349,80 @@ class Noisy(Dataset):
 def test_what_a_data_set_draws_for_a_record_does_not_depend_on_the_lot(draw, pair):
     run = first_sum(network())
     assert 0.01 < pair.moved(lambda d: run(Noisy(d, draw))) <= ALLOWED
+
+
+class OwnGenerators:
+    """Generators that go on from record to record, whoever asks."""
+
+    def __init__(self):
+        self.torch, self.numpy, self.python = (
+            torch.Generator().manual_seed(0),
+            np.random.default_rng(0),
+            random.Random(0),
+        )
+        self.count = itertools.count()
+
+    def draw(self, kind):
+        if kind == "torch":
+            return torch.randn((), generator=self.torch)
+        return {"numpy": self.numpy.normal, "python": self.python.random, "count": self.count.__next__}[kind]()
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python", "count"])
+def test_a_data_set_with_a_generator_of_its_own_is_refused(kind):
+    own = OwnGenerators()
+    with pytest.raises(PrivacyError, match="the data set draws from a generator of its own"):
+        fodp.Run(network(), losses, Noisy(data(), lambda: own.draw(kind)), plan()).take_step()
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("kind", ["numpy", "python", "count"])
+def test_an_augmentation_with_a_generator_of_its_own_is_refused(kind):
+    own = OwnGenerators()
+    run = fodp.Run(network(), losses, data(), plan(), augment=lambda batch: (batch[0] + own.draw(kind), batch[1]))
+    with pytest.raises(PrivacyError, match="it draws from a generator of its own"):
+        run.take_step()
+
+
+@pytest.mark.rule(18)
+def test_an_augmentations_own_torch_generator_is_not_listened_to(pair):
+    own = torch.Generator().manual_seed(0)
+    augment = lambda batch: (batch[0] + torch.randn(batch[0].shape, generator=own), batch[1])  # noqa: E731
+    assert 0.01 < pair.moved(first_sum(network(), augment=augment)) <= ALLOWED
+
+
+class DrawsBackwards(nn.Module):
+    """Gradients are multiplied by random numbers, as stochastic rounding does."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        out = x.clone()
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * self.draw(gradient))
+        return out
+
+
+@pytest.mark.rule(18)
+@pytest.mark.filterwarnings("ignore:per-example gradients")
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand_like, lambda g: torch.from_numpy(np.random.rand(*g.shape)).float()],  # noqa: NPY002
+    ids=["torch", "numpy"],
+)
+def test_what_a_backward_pass_draws_does_not_depend_on_the_lot(draw, engine, pair):
+    assert 0.01 < pair.moved(first_sum(network(DrawsBackwards(draw)), engine=engine)) <= ALLOWED
+
+
+@pytest.mark.rule(18)
+def test_a_backward_pass_with_a_generator_of_its_own_is_refused():
+    own = np.random.default_rng(0)
+    with pytest.raises(PrivacyError, match="two losses or gradients"):
+        fodp.Run(network(DrawsBackwards(lambda g: own.random())), losses, data(), plan()).take_step()
 
 
 # --- 2: precision --------------------------------------------------------------------------------------------

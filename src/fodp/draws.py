@@ -19,7 +19,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol, TypeVar
@@ -76,9 +76,10 @@ class Source:
         """Words that are the same whoever is in the lot, [*shape, each]."""
         return self._words("lot", np.zeros(1, np.int64), draw, shape, each)[0]
 
-    def seed(self, record: int) -> bytes:
-        """A seed for generators that are not PyTorch's: a record's own."""
-        return hashlib.blake2b(record.to_bytes(8, "little"), digest_size=32, key=self._keys["record"]).digest()
+    def seed(self, record: int, when: str) -> bytes:
+        """A seed for generators that are not PyTorch's: a record's own, another one for each part of a pass."""
+        place = record.to_bytes(8, "little") + when.encode()
+        return hashlib.blake2b(place, digest_size=32, key=self._keys["record"]).digest()
 
     def _words(self, kind: str, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:
         *outer, last = shape or (1,)
@@ -207,20 +208,27 @@ class Pass:
         """Run the user's code."""
         if self._mode is None:
             return code()
-        with self._mode, _foreign_seeded(self._source if self._site.foreign else None, self._mode.records):
+        with self._mode, self._foreign_seeded("forward"):
             result = code()
         self._mode.refuse_fewer()
         return result
 
     def backward(self, code: Callable[[], Result]) -> Result:
-        """Run the backward pass, which draws only where a part of the forward pass is repeated in it."""
-        if self._mode is None or not (self._site._keyed_backwards or self._mode.repeated or self._mode.hidden):
+        """Run the backward pass, which draws where a part of the forward pass is repeated, or a hook draws."""
+        keyed = self._site._keyed_backwards or self._site.foreign
+        if self._mode is None or not (keyed or self._mode.repeated or self._mode.hidden):
             return code()
         drawn = self._mode.drawn
-        with self._mode:
+        with self._mode, self._foreign_seeded("backward"):
             result = code()
-        self._site._keyed_backwards = math.inf if self._mode.drawn > drawn else self._site._keyed_backwards - 1
+        self._site._keyed_backwards = math.inf if self._mode.drawn > drawn else max(0, self._site._keyed_backwards - 1)
         return result
+
+    def _foreign_seeded(self, when: str) -> AbstractContextManager[None]:
+        """NumPy's and Python's generators as functions of the record, where the site draws from them."""
+        if self._source is None or self._mode is None or not self._site.foreign:
+            return nullcontext()
+        return _foreign_seeded(self._source.seed(int(self._mode.records[0]), when))
 
 
 class OwnPass:
@@ -302,12 +310,9 @@ def _restore_foreign(state: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _foreign_seeded(source: Source | None, records: npt.NDArray[np.int64]) -> Iterator[None]:
-    """NumPy's and Python's generators as functions of the record, afterwards as before."""
-    if source is None:
-        yield
-        return
-    before, seed = _foreign_state(), source.seed(int(records[0]))
+def _foreign_seeded(seed: bytes) -> Iterator[None]:
+    """NumPy's and Python's generators from this seed, afterwards as before."""
+    before = _foreign_state()
     try:
         random.seed(seed)
         np.random.seed(np.frombuffer(seed, np.uint32))  # noqa: NPY002  the generator that others use
