@@ -30,6 +30,7 @@ from fodp.accounting import (
     epsilon_replace_one,
     joint,
     rdp_curve,
+    rounded_up,
     truncate,
 )
 
@@ -570,3 +571,17 @@ def test_importing_stays_quick():
     """The command line imports this for its help page: neither torch nor dp-accounting may come along."""
     code = "import sys, fodp.accounting; sys.exit(any(m in sys.modules for m in ('torch', 'dp_accounting', 'scipy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestRoundingUp:
+    @given(st.floats(1e-12, 1e12), st.integers(1, 8))
+    def test_never_shows_less_than_the_value(self, value, digits):
+        shown = float(rounded_up(value, digits))
+        assert value <= shown <= value * (1 + 10.0 ** (1 - digits)) * (1 + 1e-12)
+
+    @pytest.mark.parametrize(
+        ("value", "shown"),
+        [(0.0, "0"), (0.1, "0.1"), (3.0, "3"), (1e-5, "1e-05"), (17.38001, "17.39"), (0.99991, "1"), (math.inf, "inf")],
+    )
+    def test_keeps_what_needs_no_rounding(self, value, shown):
+        assert rounded_up(value) == shown

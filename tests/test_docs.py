@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,60 @@ def test_every_public_name_exists_and_is_documented():
             assert getattr(fodp, name).__doc__, name
 
 
+def anchors(page):
+    """What the headings of a page are called in links: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    pages = [page for where in ("*.md", "docs/*.md", "results/**/*.md", ".github/**/*.md") for page in ROOT.glob(where)]
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "glossary.md"} <= {page.name for page in pages}
+    for page in pages:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "docs/glossary.md", "docs/stability.md"])
+def test_what_contributors_are_told_of_is_there(page):
+    """Paths and make's targets by name; `your_method.py` is for the reader to write."""
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"`((?:src|tests|docs|results|\.github)/[^`\s]*)`", text):
+        assert "your_method" in path or (ROOT / path).exists(), path
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make ([\w-]+)", text, re.MULTILINE)) <= targets
+
+
+def test_the_glossary_has_the_words_and_is_in_alphabetical_order():
+    ours, theirs = (ROOT / "docs/glossary.md").read_text().split("## Words you may have come with")
+    words = re.findall(r"^\| \*\*(\w+)\*\* \|", ours, re.MULTILINE)
+    assert words == sorted(words)
+    assert {"lot", "release", "query", "bound", "event", "phase", "plan", "card", "window", "twin", "step", "ledger",
+            "budget", "draw", "record", "unit"} <= set(words)  # fmt: skip
+    for word in ("batch", "DataLoader", "gradient accumulation", "ghost clipping", "virtual step", "physical batch",
+                 "noise multiplier", "sample rate", "secure mode"):  # fmt: skip
+        assert re.search(rf"^\| [^|]*\b{word}\b[^|]*\|", theirs, re.MULTILINE), word
+
+
+def test_the_citation_names_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    top = dict(re.findall(r'^([\w-]+): *"?([^"\n]*)"?$', text, re.MULTILINE))
+    assert top["cff-version"] == "1.2.0"
+    assert top["version"] == fodp.__version__
+    assert {"message", "title", "authors"} <= set(top)  # what the format asks for
+
+
+def test_the_version_stands_in_one_place():
+    """pyproject.toml takes it from the package, as a plain string: builds read that without importing anything."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fodp.__version__"}
+    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', Path(fodp.__file__).read_text(), re.MULTILINE) == [
+        fodp.__version__
+    ]
 
 
 def test_the_methods_page_is_generated_from_the_table(monkeypatch):

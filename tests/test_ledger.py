@@ -8,9 +8,11 @@ import sqlite3
 import threading
 import time
 
+import mpmath
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import trapezoid
 from scipy.stats import norm
 from torch import nn
 from torch.nn import functional as F
@@ -111,7 +113,7 @@ class TestFilter:
             rest = 2.0 - loss
             again = norm.cdf(0.5 / second - rest * second) - np.exp(rest) * norm.cdf(-0.5 / second - rest * second)
             stop = np.clip(1 - np.exp(rest), 0, None)
-            delta = np.trapezoid(density * np.where(x > threshold, again, stop), x)
+            delta = trapezoid(density * np.where(x > threshold, again, stop), x)
             assert delta <= 1e-2
 
     def test_capacity_is_what_the_accountant_would_allow(self):
@@ -346,7 +348,7 @@ class TestFingerprint:
         inputs = torch.randn(60, 4, generator=generator) + shift
         return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
-    def trainer(self, book, data, seed=0, model=None, **options):
+    def trainer(self, book, data, seed=None, model=None, **options):
         plan = fodp.Plan(
             sampling_rate=0.2, steps=5, lot_size=12, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, seed=seed,
             accountant="rdp",
@@ -409,14 +411,14 @@ class TestFingerprint:
 
     @pytest.mark.rule(11)
     def test_a_seeded_run_never_puts_its_noise_on_other_data(self, tmp_path):
-        first = self.trainer(ledger(tmp_path), self.data())
+        first = self.trainer(ledger(tmp_path), self.data(), seed=0)
         first.save(tmp_path / "no.pt")
         first.fit()
         first.save(tmp_path / "c.pt")
         for allow in (False, True):
             book = ledger(tmp_path, allow_changed_data=allow)
             with pytest.raises(fodp.PrivacyError, match=r"not what it was|repeat its noise"):
-                self.trainer(book, self.data(1.0)).resume(tmp_path / "c.pt")
+                self.trainer(book, self.data(1.0), seed=0).resume(tmp_path / "c.pt")
 
     def test_it_is_keyed_with_a_secret_that_stays_here(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "one"))
@@ -484,6 +486,29 @@ class TestFingerprint:
         assert faults(book) == []
 
 
+def _gamma(mean, shape):
+    """γ of the truncated negative binomial with this mean."""
+    with mpmath.workdps(30):
+
+        def excess(gamma):
+            if shape == 0:
+                return (1 / gamma - 1) / mpmath.log(1 / gamma) - mean
+            return shape * (1 - gamma) / (gamma * (1 - gamma**shape)) - mean
+
+        return mpmath.findroot(excess, (mpmath.mpf("1e-9"), 1 - mpmath.mpf("1e-9")), solver="anderson", tol=1e-20)
+
+
+def _chance_above(mean, shape, count):
+    """Pr[K > count], from the hypergeometric function that its tail is."""
+    gamma = _gamma(mean, shape)
+    k = count + 1
+    if shape == 0:
+        first = (1 - gamma) ** k / k / mpmath.log(1 / gamma)
+    else:
+        first = (1 - gamma) ** k / (gamma**-shape - 1) * mpmath.rf(shape, k) / mpmath.factorial(k)
+    return first * mpmath.hyp2f1(1, k + shape, k + 1, 1 - gamma)
+
+
 class TestSelection:
     @pytest.mark.parametrize("words", [["--noise-multiplier=1e-29"], ["--noise-multiplier=1e29", "--set=beta=1e-200"]])
     def test_absurd_noise_ends_in_a_number(self, capsys, tmp_path, words):
@@ -505,13 +530,62 @@ class TestSelection:
     def test_the_number_is_drawn_from_the_stated_distribution(self, shape, monkeypatch):
         """Exactly: the mean over all quantiles is the stated mean."""
         drawn = Repetitions(4.0, shape)
-        chances = np.exp([drawn._log_chance(k) for k in range(0 if shape == math.inf else 1, 400)])
+        chances = np.exp(drawn._log_chances(np.arange(0 if shape == math.inf else 1, 400)))
         counts = np.arange(0 if shape == math.inf else 1, 400)
         assert chances.sum() == pytest.approx(1.0, abs=1e-6)
         assert chances @ counts == pytest.approx(4.0, rel=1e-4)
         for share in (0.01, 0.5, 0.97):
             monkeypatch.setattr("secrets.randbelow", lambda top, share=share: int(share * top))
             assert drawn.draw() == counts[np.searchsorted(np.cumsum(chances), share, side="right")]
+
+    @pytest.mark.parametrize(("mean", "shape"), [(100.0, 0.0), (1000.0, 0.0), (1000.0, 0.1), (300.0, 1.0), (50.0, 3.0)])
+    @pytest.mark.parametrize("above", [1e-6, 1e-8, 1e-10])
+    def test_the_tail_of_the_distribution_is_drawn_too(self, mean, shape, above, monkeypatch):
+        """Without a logarithm's tail, 1e-7 of all draws at a mean of 1000, the price is that of another number."""
+        monkeypatch.setattr("secrets.randbelow", lambda top: top - round(above * top))
+        drawn = Repetitions(mean, shape).draw()
+        with mpmath.workdps(30):
+            assert _chance_above(mean, shape, drawn) <= above * 1.01
+            assert _chance_above(mean, shape, drawn - 1) >= above * 0.99
+
+    def test_the_last_word_ends_a_draw(self, monkeypatch):
+        monkeypatch.setattr("secrets.randbelow", lambda top: top - 1)
+        for shape in (0.0, 0.3, 1.0, 4.0, math.inf):
+            assert 30 < Repetitions(10.0, shape).draw() < 10_000
+        assert Repetitions(1.0, 0.0).draw() == 1
+
+    @pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
+    @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0])
+    def test_the_price_is_the_theorems(self, mean, shape):
+        """Papernot and Steinke (2022), theorem 2, with γ solved in 30 digits: never below it."""
+        phases = (Phase((Event(1.0, 20.0),), 1),)
+        orders = np.array(ORDERS, dtype=float)
+        rdp, gamma = orders / 2 / 20**2, float(_gamma(mean, shape))
+        constant = (1 + shape) * np.min((1 - 1 / orders) * rdp - math.log(gamma) / orders)
+        expected = np.minimum.accumulate((rdp + constant + math.log(mean) / (orders - 1))[::-1])[::-1]
+        price = Repetitions(mean, shape).rdp(phases)
+        assert np.all(price >= expected * (1 - 1e-12))
+        assert price == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("mean", [2.0, 10.0, 100.0])
+    @pytest.mark.parametrize("shape", [0.0, 1.0])
+    def test_the_price_is_not_below_what_a_selection_reveals(self, mean, shape):
+        """The largest of K draws of N(0, σ²) or N(1, σ²): its exact Rényi divergence, by integration."""
+        sigma, gamma = 2.0, float(_gamma(mean, shape))
+
+        def log_density(y, shift):  # p(y)·E[K·F(y)^(K-1)], with the generating function's derivative
+            rest = 1 - (1 - gamma) * norm.cdf(y, shift, sigma)
+            slope = (1 - gamma) / rest / -math.log(gamma) if shape == 0 else gamma / rest**2
+            return norm.logpdf(y, shift, sigma) + np.log(slope)
+
+        y = np.linspace(-80.0, 80.0, 400_001)
+        assert trapezoid(np.exp(log_density(y, 0)), y) == pytest.approx(1, abs=1e-9)
+        price = Repetitions(mean, shape).rdp((Phase((Event(1.0, sigma),), 1),))
+        for order in (2.0, 4.0, 16.0):
+            for one, other in ((0, 1), (1, 0)):
+                p, q = log_density(y, one), log_density(y, other)
+                truth = math.log(trapezoid(np.exp(order * p + (1 - order) * q), y))
+                assert truth / (order - 1) <= price[ORDERS.index(order)]
 
     def test_it_is_charged_before_the_runs_are_made(self, capsys, tmp_path):
         path = str(tmp_path / "l.sqlite")
@@ -530,7 +604,9 @@ class TestSelection:
         assert main(["ledger", "export", path]) == 0
         assert "best of a random number" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(("mean", "shape"), [(0.5, 1), (math.nan, 1), (3, -1), (3, math.nan), (math.inf, 1)])
+    @pytest.mark.parametrize(
+        ("mean", "shape"), [(0.5, 1), (math.nan, 1), (3, -1), (3, math.nan), (math.inf, 1), (2e6, 0)]
+    )
     def test_wrong_numbers_are_refused(self, mean, shape):
         with pytest.raises(fodp.PrivacyError):
             Repetitions(mean, shape)
@@ -696,3 +772,23 @@ def test_events_survive_being_written_down():
     for wrong in ([[1]], [[[[2.0, 1.0]], 3]], [[[[0.5, 1.0]], -1]], [[[[0.5]], 1]]):
         with pytest.raises(fodp.PrivacyError):
             phases_from_data(wrong)
+
+
+class TestTimes:
+    """How fast steps follow each other tells how large their lots are, and that how large the data is."""
+
+    def test_rows_have_whole_minutes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("time.time", lambda: 1_700_000_123.456)
+        named(tmp_path, budget=(3.0, 1e-5)).open("a", PHASES, 100).settle(3)
+        assert {entry.at for entry in ledger(tmp_path).store.select()} == {1_700_000_100.0}
+        assert "2023-11-14 22:15 UTC" in card(summary(ledger(tmp_path))[0])
+
+    def test_steps_are_reserved_in_powers_of_two(self, tmp_path, monkeypatch):
+        clock = [0.0]
+        monkeypatch.setattr("fodp.ledger.account.time.perf_counter", lambda: clock[0])
+        account = named(tmp_path, budget=(3.0, 1e-5)).open("a", PHASES, 100)
+        for step in range(100):
+            assert account.covers(step)
+            clock[0] += 0.071  # seven steps in half a second
+        ends = [entry.steps for entry in ledger(tmp_path).store.select("kind = 'reserve'")]
+        assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 3]

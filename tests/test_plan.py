@@ -1,12 +1,17 @@
 """A plan: validated, frozen, and the one place that claims differential privacy."""
 
 import dataclasses
+import math
+import re
 
 import pytest
+import torch
 
 import fodp
-from fodp import accounting
+from fodp import _checks, accounting, statement
 from fodp.accounting import Event, Phase
+from fodp.clipping.norms import limits
+from fodp.methods import METHODS
 
 PAPER = dict(
     sampling_rate=0.04,
@@ -152,11 +157,36 @@ def test_calibration_refuses_contradictions():
         fodp.Plan.calibrated(target_epsilon=0, **public)
 
 
+class TestLeastClipNorm:
+    """Below it float32 has no digits left for the weight C/‖g‖, and a gradient may come out larger than C."""
+
+    LARGEST = 1.8e19  # norms, of whose squares float32 still knows
+
+    def test_smaller_ones_would_not_bound(self):
+        assert limits(torch.tensor([1e15]), 1e-30).double().item() * 1e15 > 1.3e-30
+
+    def test_it_does_bound(self):
+        norms = torch.logspace(-20, math.log10(self.LARGEST), 5000)
+        least = _checks.LEAST_CLIP_NORM
+        assert (limits(norms, least, most=1.0).double() * norms.double()).max() <= least * (1 + 2.5e-7)
+
+    @pytest.mark.rule(14)
+    @pytest.mark.parametrize("value", [1e-24, 9e-19, 1e31])
+    def test_others_are_refused(self, value):
+        for refused in (
+            lambda: plan(clip_norm=value),
+            lambda: plan(params=dict(quantile=0.5, clip_min=value)),
+            lambda: fodp.GaussianMechanism(clip_norm=value, noise_multiplier=1.0),
+        ):
+            with pytest.raises(fodp.PrivacyError, match="between 1e-18 and 1e"):
+                refused()
+
+
 class TestStatement:
     def test_says_what_is_covered_and_what_is_not(self):
         small = plan(steps=100, accountant="pld")
         text = small.statement()
-        assert f"({small.epsilon():.4g}, 1e-05)-differentially private" in text
+        assert f"({accounting.rounded_up(small.epsilon())}, 1e-05)-differentially private" in text
         for words in (
             "add or remove one example",
             "Poisson",
@@ -166,8 +196,35 @@ class TestStatement:
         ):
             assert words in text
         pair = accounting.epsilon_for_group(small.events(), small.delta, 2)
-        assert f"{pair:.4g}" in text
+        assert accounting.rounded_up(pair) in text
         assert pair > small.epsilon()
+
+    @pytest.mark.parametrize("noise", [0.83, 1.0, 1.17, 2.3, 4.1])
+    def test_claims_no_less_than_is_true(self, noise):
+        small = plan(steps=100, noise_multiplier=noise, accountant="pld", delta=1.2345678e-6)
+        text = small.statement()
+        truths = (
+            small.epsilon(),
+            accounting.epsilon_for_group(small.events(), small.delta, 2),
+            accounting.epsilon_replace_one(small.events(), small.delta),
+        )
+        first = re.search(r"This run is \(([^,]+), ([^)]+)\)", text)
+        shown = [float(first[1]), *(float(number) for number in re.findall(r"epsilon ([0-9.e+-]+) at", text))]
+        assert len(shown) == len(truths)
+        assert all(true <= said <= 1.001 * true for said, true in zip(shown, truths, strict=True))
+        assert small.delta <= float(first[2]) <= 1.00001 * small.delta
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_names_the_rates_that_are_accounted(self, method):
+        small = plan(steps=300, method=method, params={})
+        text = small.statement()
+        rates = {event.sampling_rate for phase in small.events() for event in phase.events}
+        assert all(f" {accounting.rounded_up(rate, 6)} (" in text for rate in rates)
+        assert f"{small.sampling_rate:g} (" not in text or small.sampling_rate in rates
+
+    def test_sums_many_rates_up(self):
+        phases = [Phase((Event(rate / 100, 1.0),), 2) for rate in range(1, 8)]
+        assert statement._rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
 
     @pytest.mark.rule(13)
     def test_names_a_seeded_run_as_research(self):

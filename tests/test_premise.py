@@ -304,6 +304,10 @@ def jitter(batch):
     return batch[0] + torch.randn_like(batch[0]), batch[1]
 
 
+def jitter_in_place(batch):
+    return batch[0].mul_(1 + torch.rand(len(batch[0]), 1)), batch[1]
+
+
 def jitter_rows(batch):
     return torch.stack([row + torch.randn(()) for row in batch[0]]), batch[1]
 
@@ -320,7 +324,7 @@ def mixup(batch):
 @pytest.mark.rule(18)
 @pytest.mark.rule(20)
 @pytest.mark.filterwarnings("ignore:augment is given one record at a time")
-@pytest.mark.parametrize("augment", [jitter, jitter_rows, jitter_by_numpy, mixup])
+@pytest.mark.parametrize("augment", [jitter, jitter_in_place, jitter_rows, jitter_by_numpy, mixup])
 @pytest.mark.parametrize("copies", [1, 3])
 def test_what_an_augmentation_makes_of_a_record_does_not_depend_on_the_lot(augment, copies, pair):
     run = first_sum(network(), augment=augment, copies=copies)

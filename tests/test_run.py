@@ -14,6 +14,7 @@ from fodp.accounting import Event, Phase
 from fodp.flat import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
+from fodp.noise import Streams
 from fodp.sampling import Fetcher
 
 
@@ -57,6 +58,22 @@ def test_a_seeded_run_repeats_bit_for_bit(method):
 @pytest.mark.rule(13)
 def test_a_secure_run_never_repeats():
     assert not torch.equal(train(*problem(), plan(seed=None)), train(*problem(), plan(seed=None)))
+
+
+@pytest.mark.rule(13)
+@pytest.mark.parametrize(
+    ("seed", "streams"), [(None, Streams.seeded(0)), (1, Streams.seeded(0)), (1, Streams.secure())]
+)
+def test_streams_of_another_seed_than_the_plan_states_are_refused(seed, streams):
+    model, data = problem()
+    with pytest.raises(fodp.PrivacyError, match="the plan states"):
+        fodp.Run(model, losses, data, plan(seed=seed), streams=streams)
+
+
+def test_streams_of_the_plans_own_seed_are_taken():
+    given = train(*problem(), plan(seed=3), streams=Streams.seeded(3))
+    assert torch.equal(given, train(*problem(), plan(seed=3)))
+    train(*problem(), plan(seed=None), streams=Streams.secure())
 
 
 @pytest.mark.rule(9)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fodp._checks import PrivacyError
 from fodp.noise import Streams
@@ -483,3 +483,47 @@ def test_lots_feed_the_fetcher():
     sampler: Callable[..., Lot] = PoissonSampler(10, 0.5, Streams.seeded(0)).draw
     lot = sampler(0)
     assert torch.equal(Fetcher((X, Y)).fetch(lot.indices)[1], lot.indices)
+
+
+class TestRepeatedRecords:
+    """A record at two places of a data set is drawn and clipped twice: its person has half the privacy."""
+
+    DATA = TensorDataset(torch.arange(10.0).view(10, 1))
+    OTHER = TensorDataset(torch.arange(5.0).view(5, 1))
+
+    @pytest.mark.rule(14)
+    @pytest.mark.parametrize(
+        "repeated",
+        [
+            Subset(DATA, [0, 1, 1]),
+            Subset(DATA, torch.tensor([3, 3])),
+            Subset(DATA, np.array([9, -1])),
+            Subset(Subset(DATA, [5, 6, 7]), [0, 2, 0]),
+            Subset(Subset(DATA, [5, 6, 5]), [0, 1, 2]),
+            ConcatDataset([DATA, DATA]),
+            ConcatDataset([OTHER, Subset(DATA, [1, 2]), Subset(DATA, [2, 3])]),
+            Subset(ConcatDataset([DATA, OTHER, DATA]), [4, 24 - 5]),
+        ],
+    )
+    @pytest.mark.parametrize("use", [record_count, Fetcher, LotCollate])
+    def test_are_refused(self, repeated, use):
+        with pytest.raises(PrivacyError, match=r"a second time.*take each index once"):
+            use(repeated)
+
+    @pytest.mark.parametrize(
+        ("single", "count"),
+        [
+            (Subset(DATA, [3, 1, 2]), 3),
+            (Subset(Subset(DATA, [5, 6, 5]), [0, 1]), 2),  # the second view leaves the repeated one out
+            (ConcatDataset([DATA, OTHER]), 15),
+            (ConcatDataset([Subset(DATA, range(5)), Subset(DATA, range(5, 10))]), 10),
+            (Subset(ConcatDataset([DATA, DATA]), range(10)), 10),
+        ],
+    )
+    def test_single_ones_are_taken(self, single, count):
+        assert record_count(single) == count
+
+    @pytest.mark.parametrize(("indices", "message"), [([0, 10], "does not have"), ([0.5], "whole numbers")])
+    def test_indices_that_are_none_are_refused(self, indices, message):
+        with pytest.raises(PrivacyError, match=message):
+            record_count(Subset(self.DATA, indices))

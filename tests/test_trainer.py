@@ -192,7 +192,7 @@ def test_nothing_private_reaches_checkpoint_or_log(tmp_path):
     done.save(tmp_path / "c.pt")
     assert set(checkpoint.load(tmp_path / "c.pt")) == {
         "format", "made_with", "digest", "run", "ledger",
-        "plan", "step", "lost_steps", "model", "optimizer", "scheduler", "state", "metrics",
+        "plan", "step", "planned", "lost_steps", "model", "optimizer", "scheduler", "state", "metrics",
         "callbacks",
     }  # fmt: skip
     assert (tmp_path / "m.csv").read_text().splitlines()[0] == "epoch,step,epsilon,accuracy,loss"

@@ -32,6 +32,22 @@ def positive(name: str, value: object) -> float:
     return checked
 
 
+# A norm of which float32 holds the square is at most 1.9e19, and the weight C/‖g‖ must not fall below 1.2e-38, where
+# float32 loses digits and may round it up by a half: C ≥ 2.2e-19.
+LEAST_CLIP_NORM, MOST_CLIP_NORM = 1e-18, 1e30
+
+
+def clip_norm(name: str, value: object) -> float:
+    """A bound on gradients' norms that float32 can keep: its weights have all their digits, its sums are finite."""
+    checked = positive(name, value)
+    if not LEAST_CLIP_NORM <= checked <= MOST_CLIP_NORM:
+        raise PrivacyError(
+            f"{name} must lie between {LEAST_CLIP_NORM:g} and {MOST_CLIP_NORM:g}, where float32 keeps it; got "
+            f"{shown(value)}: scale the loss, and the learning rate against it"
+        )
+    return checked
+
+
 def at_least_zero(name: str, value: object) -> float:
     """A number of zero or more."""
     checked = number(name, value)

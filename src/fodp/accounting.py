@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 
 import numpy as np
 
@@ -59,6 +60,22 @@ class Phase:
         if not self.events:
             raise PrivacyError("events is empty: a step that releases nothing is not a step; leave the phase out")
         _checks.whole("steps", self.steps, minimum=0, maximum=MOST_STEPS)
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """An ε or δ as people are shown it: with so many significant digits, never below the value itself.
+
+    A guarantee that is rounded to nearest claims, half of the time, more than holds.
+
+    Example:
+        >>> rounded_up(1.23412), rounded_up(0.5), rounded_up(1e-05)
+        ('1.235', '0.5', '1e-05')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    # repr is the shortest text of this very float: 0.1 stays 0.1, though the float is a little more.
+    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(float(value))))
+    return f"{float(up):.{digits}g}"
 
 
 def joint(*multipliers: float) -> float:

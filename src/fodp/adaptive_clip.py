@@ -24,7 +24,7 @@ class AdaptiveClip:
         self.quantile = _checks.open_fraction("quantile", quantile)
         self.count_noise = _checks.positive("count_noise", count_noise)
         self.lot_size, self.rate = lot_size, _checks.positive("clip_rate", rate)
-        self.low, self.high = _checks.positive("clip_min", low), _checks.positive("clip_max", high)
+        self.low, self.high = _checks.clip_norm("clip_min", low), _checks.clip_norm("clip_max", high)
         if not low <= start <= high:
             raise PrivacyError(f"the clip norm {start:g} must lie between clip_min {low:g} and clip_max {high:g}")
 

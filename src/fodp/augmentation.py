@@ -31,17 +31,18 @@ class Augmentation:
         """The augmented lot, its rows in the same order."""
         if batch_size(batch) == 0:
             return self._counted(batch, self._augment(plain(batch)))
-        if not self._site.alone:
+        looks = look or self._agreed < _FIRST_LOTS
+        if looks and not self._site.alone:
             self._site.look_for_foreign(lambda: self._of_one(batch, 0))
         if look or self._looked < _FIRST_LOTS:
             self._refuse_unsteady(batch)
         if not self._site.alone:
             try:
-                augmented = self._apply(batch, single=False)
+                augmented = self._apply(_copied(batch) if looks else batch, single=False)
             except Unkeyable as reason:
                 self._go_alone(str(reason))
             else:
-                if not (look or self._agreed < _FIRST_LOTS) or self._agrees(batch, augmented):
+                if not looks or self._agrees(batch, augmented):
                     return augmented
                 if self._agreed:
                     raise PrivacyError(
@@ -69,7 +70,7 @@ class Augmentation:
 
     def _of_one(self, batch: Keyed, record: int) -> Keyed:
         rows = take(batch, slice(record * self._copies, (record + 1) * self._copies))
-        return self._apply(rows, single=True)
+        return self._apply(_copied(rows), single=True)
 
     def _apply(self, batch: Keyed, single: bool) -> Keyed:
         augmented = self._site.run(
@@ -108,6 +109,12 @@ class Augmentation:
             "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)",
             stacklevel=3,
         )
+
+
+def _copied(batch: Keyed) -> Keyed:
+    """In memory of its own: an augmentation may work in place."""
+    copied: Keyed = take(batch, torch.arange(batch_size(batch)))
+    return copied
 
 
 def _same(here: torch.Tensor, alone: torch.Tensor) -> bool:

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fodp import _accountants, _checks, accounting
 from fodp._accountants import Floats
 from fodp._checks import PrivacyError
 from fodp.accounting import Phase, Tally
+
+_AT_ONCE = 2**16  # chances that are worked out at a time
+_MOST_RUNS = 1e6  # a mean beyond which nobody makes runs, and a number is no longer found in seconds
 
 
 @dataclass(frozen=True)
@@ -109,21 +113,28 @@ class Repetitions:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if _checks.number("mean", self.mean) < 1:
-            raise PrivacyError(f"mean must be at least 1, got {self.mean!r}")
+        if not 1 <= _checks.number("mean", self.mean) <= _MOST_RUNS:
+            raise PrivacyError(f"mean must lie between 1 and {_MOST_RUNS:g}, got {self.mean!r}: make fewer runs")
         if self.shape != math.inf:
             _checks.at_least_zero("shape", self.shape)
 
     def draw(self) -> int:
-        """A fresh number of repetitions, from the operating system's entropy. Keep it secret. Poisson may say 0."""
+        """A fresh number of repetitions, from the operating system's entropy. Keep it secret. Poisson may say 0.
+
+        The whole tail is drawn: a logarithmic number may be hundreds of times its mean, and the price is that of the
+        stated distribution, not of one that is cut off.
+        """
         u = secrets.randbelow(2**53) / 2**53
-        count, below = (0, 0.0) if self.shape == math.inf else (1, 0.0)
+        first, below = 0 if self.shape == math.inf else 1, 0.0
         while True:
-            below += math.exp(self._log_chance(count))
-            # The chances add up to 1 up to rounding; far beyond the mean nothing is left.
-            if u < below or count > 100 * (self.mean + 10):
-                return count
-            count += 1
+            counts = np.arange(first, first + _AT_ONCE)
+            reached = below + np.cumsum(np.exp(self._log_chances(counts)))
+            place = int(np.searchsorted(reached, u, side="right"))
+            if place < len(counts):
+                return int(counts[place])
+            if self._chance_from(first + _AT_ONCE) < 2.0**-54:  # less than a word's chance: u is above all by rounding
+                return int(counts[np.searchsorted(reached, reached[-1])])  # where the sum has stopped growing
+            first, below = first + _AT_ONCE, float(reached[-1])
 
     def rdp(self, phases: Sequence[Phase]) -> Floats:
         """An upper bound on the Rényi divergence of the selection, at every order of the accountant."""
@@ -135,18 +146,31 @@ class Repetitions:
         spent.rdp = self.rdp(phases)
         return spent.epsilon(_checks.open_fraction("delta", delta))
 
-    def _log_chance(self, count: int) -> float:
+    def _log_chances(self, counts: npt.NDArray[np.int64]) -> Floats:
+        """log Pr[K = k] for each k."""
+        from scipy.special import betaln, gammaln
+
         if self.shape == math.inf:
-            return count * math.log(self.mean) - self.mean - math.lgamma(count + 1)
+            return np.asarray(counts * math.log(self.mean) - self.mean - gammaln(counts + 1.0))
         if self.mean == 1:
-            return 0.0 if count == 1 else -math.inf
+            return np.where(counts == 1, 0.0, -np.inf)
         gamma = _stopping_chance(self.mean, self.shape)
-        rest = count * math.log1p(-gamma)
+        rest = counts * math.log1p(-gamma) - np.log(counts)
         if self.shape == 0:
-            return rest - math.log(count) - math.log(-math.log(gamma))
-        # (1-γ)^k / (γ^-η - 1) · Π_{l<k} (l+η)/(l+1)
-        ways = math.lgamma(count + self.shape) - math.lgamma(self.shape) - math.lgamma(count + 1)
-        return rest + ways - math.log(math.expm1(-self.shape * math.log(gamma)))
+            return np.asarray(rest - math.log(-math.log(gamma)))
+        # (1-γ)^k / (γ^-η - 1) · Π_{l<k} (l+η)/(l+1), a product that is 1 / (k·B(η, k))
+        return np.asarray(rest - betaln(self.shape, counts) - math.log(math.expm1(-self.shape * math.log(gamma))))
+
+    def _chance_from(self, count: int) -> float:
+        """A bound on Pr[K ≥ count] from the first chance and the largest ratio of two that follow each other."""
+        if self.mean == 1:
+            return 0.0
+        if self.shape == math.inf:
+            ratio = self.mean / (count + 1)
+        else:
+            ratio = (1 - _stopping_chance(self.mean, self.shape)) * max(1.0, (count + self.shape) / (count + 1))
+        first = math.exp(self._log_chances(np.array([count]))[0])
+        return first / (1 - ratio) if ratio < 1 else 1.0
 
 
 @functools.lru_cache(maxsize=64)

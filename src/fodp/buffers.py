@@ -61,11 +61,11 @@ class KeptBuffers:
 
 
 class KeptState:
-    """The buffers of a model and of the modules that its loss holds, through private passes."""
+    """The buffers of a model, and of modules that its loss or augmentation holds, through private passes."""
 
-    def __init__(self, model: nn.Module, loss_modules: Sequence[nn.Module], parameters: Sequence[Tensor] = ()):
+    def __init__(self, model: nn.Module, beside: Sequence[nn.Module], parameters: Sequence[Tensor] = ()):
         self._kept = {"the model": KeptBuffers(model, parameters)}
-        self._kept |= {f"the loss ({type(m).__name__})": KeptBuffers(m) for m in loss_modules}
+        self._kept |= {f"{type(m).__name__}, beside the model,": KeptBuffers(m) for m in beside}
 
     def refuse_changes(self) -> None:
         """Put back whatever has changed, and raise if anything has."""
@@ -79,7 +79,7 @@ class KeptState:
 
 
 def modules_of(function: Any, model: nn.Module) -> list[nn.Module]:
-    """The modules, beside the model and its parts, that a loss function is or holds."""
+    """The modules, beside the model and its parts, that a loss or an augmentation is or holds."""
     inside = set(model.modules())
     held = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
     held += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]

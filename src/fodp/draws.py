@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fodp._checks import PrivacyError
@@ -45,6 +46,10 @@ _TOP_HOOKS: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hook
 
 class Unkeyable(PrivacyError):
     """What is drawn here cannot be given to records; the site must run one record at a time."""
+
+
+class _Missed(Exception):
+    """Something was drawn in a function that was not known to draw: repeat the pass and look at every operation."""
 
 
 class DerivedKeys(Protocol):
@@ -133,6 +138,7 @@ class Site:
         self.quiet, self.alone = True, False
         self.foreign = False  # it draws from NumPy's or Python's generator too
         self._draws: tuple[_Draw, ...] = ()
+        self._functions: frozenset[Any] | None = None  # of PyTorch's, those that draw; None: any may
         # Where parts of the forward pass are repeated in the backward pass, that has draws too. Checkpointing is seen
         # in the forward pass; for whatever else there may be the first backward passes are looked at, since a mode
         # costs time.
@@ -157,19 +163,25 @@ class Site:
             if self.alone and not single:
                 raise Unkeyable("what it draws cannot be told apart by example")
             with generators_kept() as marks:
-                result = work(Pass(self, source, records))
-                if not self.quiet or not marks.moved():
-                    return result
+                try:
+                    result = work(Pass(self, source, records))
+                    if not self.quiet or not marks.moved():
+                        return result
+                except _Missed:
+                    self._functions = None
+                    continue
             self.learn(source, again)
             self.quiet = False
 
     def learn(self, source: Source, again: "Again") -> None:
         """Find out which dimension of each draw is the lot's, from two and three copies of one row."""
-        seen = []
+        seen, drawing = [], set[Any]()
         for copies in (2, 3):
-            with generators_kept(), _Keyed(source.of(self.what), None, np.zeros(copies, np.int64)) as recorder:
+            recorder = _Keyed(source.of(self.what), None, np.zeros(copies, np.int64))
+            with generators_kept(), recorder, _Functions(recorder, drawing, learns=True):
                 again(torch.zeros(copies, dtype=torch.int64))
             seen.append(recorder.seen)
+        self._functions = frozenset(drawing)
         self.quiet = not any(seen)
         draws = [_draw_of(a, b) for a, b in zip(*seen, strict=False)]
         if len(seen[0]) != len(seen[1]) or None in draws:
@@ -208,8 +220,13 @@ class Pass:
         """Run the user's code."""
         if self._mode is None:
             return code()
-        with self._mode, self._foreign_seeded("forward"):
+        # A mode over all operations costs more than one that looks at the functions that are called.
+        functions = self._site._functions
+        mode = self._mode if functions is None else _Functions(self._mode, functions)
+        with mode, self._foreign_seeded("forward"):
             result = code()
+        if functions is not None and self._mode.missed():
+            raise _Missed
         self._mode.refuse_fewer()
         return result
 
@@ -239,10 +256,12 @@ class OwnPass:
         self._mode = _Keyed(source.of(site.what), site._draws, records.numpy())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """Leave PyTorch's generators as they were."""
+    def end(self, finished: bool) -> None:
+        """Leave PyTorch's generators as they were. A pass that broke off may have drawn less."""
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._marks.restore()
+        if not finished:
+            return
         self._mode.refuse_fewer()
         if self._mode.repeated:
             raise PrivacyError(
@@ -334,6 +353,7 @@ class _Keyed(TorchDispatchMode):
         self.drawn = 0
         self.repeated = self.hidden = False  # whether something was drawn in a checkpointed part, without gradients
         self._numbers: dict[bytes, int] = {}
+        self._marks = Marks()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _ANSWERS.get(func)
@@ -381,7 +401,12 @@ class _Keyed(TorchDispatchMode):
         self.hidden = self.hidden or not torch.is_grad_enabled() or _TOP_HOOKS is None
         number = self._numbers.setdefault(state, len(self._numbers))
         torch.empty((), dtype=torch.int64).random_()
+        self._marks.saved = torch.default_generator.get_state()
         return number
+
+    def missed(self) -> bool:
+        """Whether PyTorch's generators stand elsewhere than these draws have left them."""
+        return self._marks.moved()
 
     def _refuse_if_random(self, func: Any, args: Any, kwargs: Any) -> Any:
         marks = Marks()
@@ -398,6 +423,26 @@ class _Keyed(TorchDispatchMode):
 def _is_checkpointed() -> bool:
     """Whether a part of the forward pass is under way that keeps its tensors otherwise than autograd does."""
     return _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
+
+
+class _Functions(TorchFunctionMode):
+    """Puts the dispatch mode around functions that draw, or (`learns`) collects them under it."""
+
+    def __init__(self, mode: _Keyed, drawing: Any, learns: bool = False):
+        super().__init__()
+        self._mode, self._drawing, self._learns = mode, drawing, learns
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._learns:
+            before = self._mode.drawn
+            result = func(*args, **(kwargs or {}))
+            if self._mode.drawn > before:
+                self._drawing.add(func)
+            return result
+        if func in self._drawing:
+            with self._mode:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _draw_of(two: tuple[str, tuple[int, ...]], three: tuple[str, tuple[int, ...]]) -> _Draw | None:

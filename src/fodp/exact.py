@@ -54,7 +54,7 @@ def release(query: Query, std: float, noise: WordStreams, step: int, name: str) 
         if isinstance(term, Tensor):
             value.add_(term, alpha=factor)  # in float64: the rounding below is the only one that counts
         else:  # made of earlier releases alone: how it is rounded tells nothing
-            public = torch.zeros_like(like)
+            public = torch.zeros_like(like, dtype=query.dtype)
             term.add_to(public, factor)
             value += public
     grid = raised(std, query.bound, like.numel()) / CELLS
@@ -64,7 +64,7 @@ def release(query: Query, std: float, noise: WordStreams, step: int, name: str) 
             f"the sum is too large for exact noise of std {std:g}: float64 counts to 2^53 grid cells only"
         )
     cells += torch.from_numpy(rounded_normals(like.numel(), noise, step, name)).to(cells.device).view(cells.shape)
-    return cells.mul_(grid).to(like.dtype)
+    return cells.mul_(grid).to(query.dtype)
 
 
 def raised(std: float, bound: float, size: int) -> float:

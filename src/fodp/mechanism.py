@@ -31,11 +31,13 @@ class Query:
 
     Scaling it scales the bound; adding a tensor computed from earlier releases leaves it; adding two
     queries of one lot adds the bounds. The value is kept as a sum of terms and worked out once, at release.
+    `dtype` is that of the release and its noise, where the value itself is kept in a wider one.
     """
 
-    def __init__(self, value: Tensor, bound: float, lot: object = None):
+    def __init__(self, value: Tensor, bound: float, lot: object = None, dtype: torch.dtype | None = None):
         self._terms: Terms = ((1.0, value),)
         self._like = value
+        self.dtype = value.dtype if dtype is None else dtype
         self.bound = _checks.at_least_zero("the bound of a query", bound)
         self.lot = lot
 
@@ -54,7 +56,7 @@ class Query:
         return out
 
     def _with(self, terms: "Terms", bound: float) -> "Query":
-        query = Query(self._like, bound, self.lot)
+        query = Query(self._like, bound, self.lot, self.dtype)
         query._terms = terms
         return query
 
@@ -97,9 +99,9 @@ def release(query: Query, std: float, noise: Noise, step: int, name: str) -> Ten
 
     Satisfies the guarantee of a Gaussian mechanism with multiplier `query.noise_multiplier(std)`.
     """
-    out = torch.empty_like(query._like)
+    out = torch.empty_like(query._like, dtype=query.dtype)
     noise.normal_(out, std, step, name)
-    return query.add_to(out)
+    return query.add_to(out)  # a wider value is added as it is and rounded with its noise: post-processing
 
 
 class Memory(Protocol):
@@ -140,7 +142,7 @@ class GaussianMechanism:
         memory: Memory | None = None,
         generator: torch.Generator | None = None,
     ):
-        self.clip_norm = _checks.positive("clip_norm", clip_norm)
+        self.clip_norm = _checks.clip_norm("clip_norm", clip_norm)
         self.noise_multiplier = _checks.at_least_zero("noise_multiplier", noise_multiplier)
         self.beta = _checks.fraction("beta", beta)
         if beta < 1 and memory is None:

@@ -55,9 +55,9 @@ class Plan:
     def __post_init__(self) -> None:
         _checks.fraction("sampling_rate", self.sampling_rate)
         _checks.whole("steps", self.steps, maximum=MOST_STEPS)
-        for name in ("lot_size", "clip_norm", "noise_multiplier"):
+        for name in ("lot_size", "noise_multiplier"):
             _checks.positive(name, getattr(self, name))
-        self._check_scale("clip_norm", self.clip_norm)
+        _checks.clip_norm("clip_norm", self.clip_norm)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         _checks.open_fraction("delta", self.delta)
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
@@ -101,7 +101,11 @@ class Plan:
         raise PrivacyError(f"the plan has {self.steps} steps only")
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None) -> float:
-        """ε at δ, of the whole plan or of its first steps. Never negative; reading changes nothing."""
+        """ε at δ, of the whole plan or of its first steps. Never negative; reading changes nothing.
+
+        The ε of first steps holds if the run was to end there before it began. A run that is stopped because of
+        what was seen has the ε of the whole plan.
+        """
         phases = self._events if steps is None else accounting.truncate(self._events, steps)
         return accounting.epsilon_of(phases, self.delta if delta is None else delta, self.accountant)
 
@@ -131,6 +135,9 @@ class Plan:
         """All fields as plain values: `Plan(**d)` makes the same plan."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def statement(self) -> str:
-        """The guarantee in plain English: what it covers, and what it does not."""
-        return statement(self)
+    def statement(self, *, steps: int | None = None, epsilon: float | None = None) -> str:
+        """The guarantee in plain English: what it covers, and what it does not.
+
+        `steps` is where the run was fixed beforehand to end, `epsilon` a smaller ε that a budget guarantees.
+        """
+        return statement(self, steps=steps, epsilon=epsilon)

@@ -56,6 +56,9 @@ class Run:
         self.step = 0
         if streams is None:
             streams = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
+        elif streams.seed != plan.seed:
+            wanted = "secure streams (seed=None)" if plan.seed is None else f"the seed {plan.seed}"
+            raise PrivacyError(f"the plan states {wanted}, these are {streams}: leave streams out, or mend the plan")
         self.streams = streams
         self.engine = Engine(model, loss_fn, engine)
         self._parameters = tuple(model.parameters())
@@ -64,7 +67,7 @@ class Run:
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
         self._copies = _checks.whole("copies", copies)
         self._augmentation = None if augment is None else Augmentation(augment, self._copies)
-        self._loss_modules = modules_of(loss_fn, model)
+        self._watched = [*modules_of(loss_fn, model), *modules_of(augment, model)]
         self._public_score = public_score
         self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else mechanism.release
         self.method = plan.algorithm
@@ -92,7 +95,7 @@ class Run:
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
-        kept = KeptState(self.engine.model, self._loss_modules, self._parameters)
+        kept = KeptState(self.engine.model, self._watched, self._parameters)
         try:
             released = self.method.step(self, self.state)
         except BaseException:

@@ -6,6 +6,7 @@ it is empty, and nothing but the lot itself shows how many records it has: that 
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from fodp import _checks
 from fodp._checks import PrivacyError
@@ -254,7 +255,8 @@ def collate_lot(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None 
 def record_count(dataset: Any) -> int:
     """How many records a map-style data set has; refuses what cannot be sampled record by record.
 
-    A tuple of tensors counts as columns: record i is row i of each.
+    A tuple of tensors counts as columns: record i is row i of each. A `Subset` or `ConcatDataset` that holds a record
+    twice is refused: each place is drawn by itself, so such a record weighs twice and has half the privacy.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
@@ -272,9 +274,42 @@ def record_count(dataset: Any) -> int:
         )
     else:
         count = len(dataset)
+        _refuse_repeated(dataset)
     if count == 0:
         raise PrivacyError("the data set has no records; private training needs at least one")
     return count
+
+
+def _refuse_repeated(dataset: Any) -> None:
+    """Raise if a view of data sets shows one of their records at two places."""
+    if not isinstance(dataset, Subset | ConcatDataset):
+        return
+    sources: list[Any] = []
+    origins = np.sort(_origins(dataset, sources))
+    again = np.flatnonzero(origins[1:] == origins[:-1])
+    if len(again):
+        raise PrivacyError(
+            f"the {type(dataset).__name__} holds {len(again)} records a second time, and one example must be one "
+            "record: take each index once (Subset(data, sorted(set(indices)))) and each data set once"
+        )
+
+
+def _origins(dataset: Any, sources: list[Any]) -> npt.NDArray[np.int64]:
+    """A number for each record, the same only for the same record of the same data set; `sources` are those so far."""
+    if isinstance(dataset, Subset):
+        inner, chosen = _origins(dataset.dataset, sources), np.asarray(dataset.indices)
+        if chosen.size and chosen.dtype.kind not in "iub":
+            raise PrivacyError(f"the indices of a Subset must be whole numbers, got {_checks.shown(chosen.flat[0])}")
+        try:
+            return inner[chosen.astype(np.int64).reshape(-1)]  # a negative index counts from the end, as in data sets
+        except IndexError as error:
+            raise PrivacyError(f"a Subset names a record that its data set does not have ({error})") from None
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([_origins(part, sources) for part in dataset.datasets])
+    if not any(known is dataset for known in sources):
+        sources.append(dataset)
+    earlier = itertools.takewhile(lambda known: known is not dataset, sources)
+    return np.arange(len(dataset), dtype=np.int64) + sum(map(len, earlier))
 
 
 def _common_length(columns: tuple[torch.Tensor, ...]) -> int:

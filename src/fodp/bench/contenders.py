@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fodp.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, FO_32_ROUNDED, PLAIN, TITLES
+from fodp.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, FO_32_ROUNDED, MAIN, PLAIN, UNKEYED
 
 if TYPE_CHECKING:
     from fodp.bench.workloads import Workload
@@ -16,12 +16,14 @@ Step = Callable[[], None]
 _BUILDERS = {
     "plain": ("fodp.bench.steps", "plain"),
     "private": ("fodp.bench.steps", "private"),
+    "unkeyed": ("fodp.bench.steps", "unkeyed"),
     "by hand": ("fodp.bench.floor", "by_hand"),
     "window read": ("fodp.bench.floor", "window_read"),
     "opacus": ("fodp.bench.peers", "opacus"),
     "jax-privacy": ("fodp.bench.peers", "jax_privacy"),
 }
 PEERS = ("opacus", "jax-privacy")
+_WITH_DROPOUT = (*MAIN, "mlp-dropout")
 _WINDOW_COUNTS = "mlp", "embedding"  # where the window is a large part of a step
 TERMS = 2  # exponentials that stand for the window of the row below (a test counts them)
 
@@ -33,7 +35,7 @@ class Contender:
     name: str
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
-    workloads: tuple[str, ...] = tuple(TITLES)
+    workloads: tuple[str, ...] = MAIN
 
     @property
     def is_peer(self) -> bool:
@@ -65,7 +67,7 @@ class Contender:
 
 
 def fodp_contender(
-    name: str, method: str, *, seed: int | None = 0, only: Sequence[str] = tuple(TITLES), **params: Any
+    name: str, method: str, *, seed: int | None = 0, only: Sequence[str] = MAIN, **params: Any
 ) -> Contender:
     """A row of this library; `seed` None is secure noise."""
     settings = dict(method=method, seed=seed, params=params)
@@ -73,8 +75,9 @@ def fodp_contender(
 
 
 CONTENDERS = (
-    Contender(PLAIN, "plain"),
-    fodp_contender(DP_SGD, "dp-sgd"),
+    Contender(PLAIN, "plain", workloads=_WITH_DROPOUT),
+    fodp_contender(DP_SGD, "dp-sgd", only=_WITH_DROPOUT),
+    Contender(UNKEYED, "unkeyed", workloads=("mlp", "mlp-dropout")),
     fodp_contender(FO_8, "fo-dp-sgd", window=8),
     fodp_contender(FO_32, "fo-dp-sgd", window=32),
     fodp_contender(FO_32_ROUNDED, "fo-dp-sgd", only=_WINDOW_COUNTS, window=32, compact="bfloat16"),

@@ -40,6 +40,20 @@ def plain(workload: Workload) -> tuple[Step, int]:
 
 def private(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> tuple[Step, int]:
     """A step of the trainer, with everything that belongs to it."""
+    trainer = _trainer(workload, method, seed, params)
+    return trainer._one_step, size_of(trainer.model)
+
+
+def unkeyed(workload: Workload) -> tuple[Step, int]:
+    """DP-SGD whose dropout masks are PyTorch's, row after row: what drawing by record costs; not private."""
+    trainer = _trainer(workload, "dp-sgd", 0, {})
+    run = trainer.run
+    run._batch = lambda lot: run._fetcher.fetch(lot.indices)  # type: ignore[method-assign]
+    run._looks_again = lambda: False  # type: ignore[method-assign]
+    return trainer._one_step, size_of(trainer.model)
+
+
+def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> Trainer:
     model = workload.model()
     plan = Plan(
         sampling_rate=workload.batch / workload.examples,
@@ -59,5 +73,4 @@ def private(workload: Workload, method: str, seed: int | None, params: dict[str,
         """For methods that ask for public data."""
         return cross_entropy(model, held_out).mean().item()
 
-    trainer = Trainer(model, cross_entropy, data, plan, public_score=score)
-    return trainer._one_step, size_of(model)
+    return Trainer(model, cross_entropy, data, plan, public_score=score)

@@ -1,4 +1,4 @@
-"""The four things to train: models and synthetic data of the right shapes."""
+"""The things to train: models and synthetic data of the right shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +30,12 @@ def mlp(width: int = 64) -> nn.Module:
     return nn.Sequential(
         nn.Linear(3072, width), nn.Tanh(), nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, CLASSES)
     )  # fmt: skip
+
+
+def mlp_with_dropout() -> nn.Module:
+    """The paper's MLP with dropout, which is drawn for each example in every step."""
+    first, tanh, *rest = mlp().children()
+    return nn.Sequential(first, tanh, nn.Dropout(0.5), *rest[:2], nn.Dropout(0.5), *rest[2:])
 
 
 def conv_net() -> nn.Module:
@@ -93,6 +99,7 @@ class MeanOfEmbeddings(nn.Module):
 
 WORKLOADS = {
     "mlp": Workload(200, 5000, mlp, lambda n: torch.randn(n, 3072)),
+    "mlp-dropout": Workload(200, 5000, mlp_with_dropout, lambda n: torch.randn(n, 3072)),
     "conv": Workload(256, 2560, conv_net, lambda n: torch.randn(n, 3, 32, 32)),
     "transformer": Workload(64, 2560, Transformer, lambda n: torch.randint(1000, (n, 128))),
     "embedding": Workload(256, 5120, MeanOfEmbeddings, lambda n: torch.randint(20_000, (n, 64))),

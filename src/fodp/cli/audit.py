@@ -115,6 +115,7 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fodp.accounting import rounded_up
     from fodp.audit.plot import plot_report
     from fodp.audit.report import SHOWN
 
@@ -123,7 +124,7 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
         lower = "-" if f.epsilon_lower is None else f"{f.epsilon_lower:.4g}"
         sure = "none" if f.confidence is None else f"{1 - f.confidence:.2g}"
         word = "consistent" if f.consistent else "VIOLATION"
-        table.add_row(f.attack, word, lower, f"{f.epsilon_claimed:.4g}", f"{f.delta:.2g}", sure)
+        table.add_row(f.attack, word, lower, rounded_up(f.epsilon_claimed), f"{f.delta:.2g}", sure)
     console = Console(file=sys.stderr if options.json else sys.stdout)
     console.print(table)
     for finding in report.findings:

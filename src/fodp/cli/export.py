@@ -12,9 +12,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write weights with the privacy card as metadata."""
+    from fodp.accounting import rounded_up
     from fodp.training.export import export
 
     card = export(Path(options.run_folder), Path(options.file))
-    print(f"wrote {options.file}: epsilon {card['epsilon']:.4g} at delta {card['delta']:g}, {card['randomness']}")
+    spent = f"epsilon {rounded_up(card['epsilon'])} at delta {rounded_up(card['delta'], 6)}"
+    print(f"wrote {options.file}: {spent}, {card['randomness']}")
     print("It holds the weights and the privacy card, no key and no private quantity.")
     return 0

@@ -151,22 +151,25 @@ def _table(records: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fodp.accounting import rounded_up
+
     console = Console()
     for record in records:
         budget = record["budget"]
         title = record["dataset"]
         if budget is not None:
-            title += f": budget ({budget['epsilon']:g}, {budget['delta']:g}), {budget['left']:.1%} left"
+            granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
+            title += f": budget {granted}, {budget['left']:.1%} left"
         table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
         for row in record["runs"]:
             what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
-            epsilon = f"{row['epsilon']:.4g} at {row['delta']:g}"
+            epsilon = f"{rounded_up(row['epsilon'])} at {rounded_up(row['delta'], 6)}"
             steps = f"{row['steps']} of {row['planned']}"
             table.add_row(row["began"], row["run"][:12], row["who"], what, steps, epsilon, _share(row), row["state"])
         for row in record["selections"]:
             what = f"best of a random number, mean {row['mean']:g}"
             table.add_row(
-                row["began"], "selection", row["who"], what, "", f"{row['epsilon']:.4g}", _share(row), "charged"
+                row["began"], "selection", row["who"], what, "", rounded_up(row["epsilon"]), _share(row), "charged"
             )
         console.print(table)
 

@@ -100,7 +100,7 @@ def _show(as_json: bool, epsilon: float, numbers: dict[str, Any]) -> None:
     if as_json:
         print(json.dumps({"epsilon": epsilon, **numbers}))
         return
-    print(f"epsilon {epsilon:.4f} at delta {numbers['delta']:g}")
+    print(f"epsilon {accounting.rounded_up(epsilon, 6)} at delta {accounting.rounded_up(numbers['delta'], 6)}")
     which = f"method {numbers['method']}" if "method" in numbers else f"beta {numbers['beta']:g}"
     print(
         f"noise multiplier {numbers['noise_multiplier']:.6g}, {which}, "

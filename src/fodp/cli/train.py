@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
     from fodp.cli.bookkeeping import open_ledger, resume, share_left
     from fodp.models import accuracy, build, cross_entropy
+    from fodp.training.bookkeeping import seed_mark
     from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
     from fodp.training.folder import RunFolder
     from fodp.training.rehearsal import rehearse
@@ -104,12 +105,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         if "ledger" in config:
             trainer.ledger = open_ledger(Path(config["ledger"]), config, options)
-            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step)
+            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step, seed=seed_mark(trainer.ledger, plan))
         folder.create()  # only now, when everything else has proved right
         if trainer.ledger is None:
             trainer.ledger = open_ledger(folder.ledger, config, options)
         stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
-        folder.write(folder.statement, plan.statement() + "\n")
+        folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
     started = time.perf_counter()
     outcome = trainer.fit()
@@ -131,20 +132,23 @@ def run(options: argparse.Namespace) -> int:
         "randomness": "secure" if plan.seed is None else "seeded",
         "dataset_name": config.get("dataset_name"),
         "budget_left": share_left(trainer.ledger),
-        "seconds": round(time.perf_counter() - started, 3),
+        # How long it took tells how large the lots were, and so the data: for research only.
+        "seconds": None if plan.seed is None else round(time.perf_counter() - started, 3),
         "out": str(folder.path),
     }
-    return _conclude(options, folder, plan, result)
+    return _conclude(options, folder, plan, result, trainer.statement())
 
 
-def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any]) -> int:
+def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> int:
+    """Write and print what came out; all of it states one ε."""
+    from fodp.accounting import rounded_up
     from fodp.training.plot import plot_accuracy
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
         print(
-            f"stopped after step {result['steps']} of {plan.steps}, epsilon so far {result['epsilon']:.4g}; "
-            f"go on with: fodp train --resume --out {folder.path}",
+            f"stopped after step {result['steps']} of {plan.steps}; if it ends here, after what was seen, its epsilon "
+            f"is {rounded_up(result['epsilon'])}; go on with: fodp train --resume --out {folder.path}",
             file=text,
         )
         return 130
@@ -155,7 +159,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"no picture: {folder.plot} could not be written ({error.strerror})", file=sys.stderr)
     if result["final_accuracy"] is not None:
         print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
-    print(f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g}", file=text)
+    print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
     if result["reason"] == "target reached":
         print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
     if result["reason"] == "budget spent":
@@ -164,7 +168,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"{result['budget_left']:.1%} of the budget of {result['dataset_name']} is left", file=text)
     if result["lost_steps"]:
         print(f"{result['lost_steps']} steps were lost to a crash but stay charged", file=text)
-    print(f"\n{plan.statement()}\n\nrun folder: {folder.path}", file=text)
+    print(f"\n{statement}\n\nrun folder: {folder.path}", file=text)
     if options.json:
         print(json.dumps(result))
     return 0

@@ -300,14 +300,15 @@ class Engine:
         owned = self._owners.get(module)
         if owned is None:
             return
-        call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
-        for index, tensor in enumerate((out,) if isinstance(out, Tensor) else fallback._tensors(out)):
-            if tensor.requires_grad:
-                if tensor.dtype not in (torch.float32, torch.float64):  # the model's own, or autocast
-                    self.half_precision = True
-                # The edge stays the gradient of this very output, whatever is done to it in place later.
-                call.outputs.append((index, get_gradient_edge(_origin(module, tensor)), tensor.shape))
-        calls.append(call)
+        with torch._C.DisableTorchFunction():  # a mode would be asked for every attribute of a tensor
+            call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
+            for index, tensor in enumerate((out,) if isinstance(out, Tensor) else fallback._tensors(out)):
+                if tensor.requires_grad:
+                    if tensor.dtype not in (torch.float32, torch.float64):  # the model's own, or autocast
+                        self.half_precision = True
+                    # The edge stays the gradient of this very output, whatever is done to it in place later.
+                    call.outputs.append((index, get_gradient_edge(_origin(module, tensor)), tensor.shape))
+            calls.append(call)
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True

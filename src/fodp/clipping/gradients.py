@@ -56,7 +56,7 @@ class Gradients:
 
     def clipped_sum(self, clip_norm: float) -> Query:
         """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1)."""
-        return self.sum(bound=_checks.positive("clip_norm", clip_norm))
+        return self.sum(bound=_checks.clip_norm("clip_norm", clip_norm))
 
     def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
         """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
@@ -81,24 +81,25 @@ class Gradients:
 
     def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
-        bound = _checks.positive("clip_norm", clip_norm)
-        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        bound = _checks.clip_norm("clip_norm", clip_norm)
+        # In float64: over millions of examples float32 rounds by more than one example may add.
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
-                total = total + part.norms.clamp(max=bound).sum()
-        return Query(total, bound, self.lot)
+                total = total + part.norms.double().clamp(max=bound).sum()
+        return Query(total, bound, self.lot, self.engine.layout.dtype)
 
     def count(self, fraction: ByNorm) -> Query:
         """Σ (f_i - ½) with f_i = fraction(norms)_i in [0, 1]: sensitivity ½, half of an uncentred count's.
 
         A non-finite gradient or fraction contributes zero.
         """
-        total = torch.zeros((), dtype=self.engine.layout.dtype, device=self.engine.layout.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)  # see norm_sum
         with self.engine.exactly():
             for part in self._passes():
                 fractions = _by_norm(fraction, part.norms, 0.5).clamp(0, 1)
-                total = total + part.of_finite(fractions - 0.5).sum()
-        return Query(total, 0.5, self.lot)
+                total = total + part.of_finite(fractions - 0.5).sum(dtype=torch.float64)
+        return Query(total, 0.5, self.lot, self.engine.layout.dtype)
 
     def scaled(self, blocks: Sequence[float]) -> "Gradients":
         """The gradients with each parameter's part times a public b_l, before any clipping.

@@ -47,7 +47,7 @@ def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
         return [parameter for parameter in engine.layout.parameters if parameter.requires_grad]
 
     def look() -> None:
-        losses, found = engine._differentiate(one, trainable, single=True)
+        losses, found = engine._differentiate(_copied(one), trainable, single=True)
         seen.append((losses, [gradient for gradient in found if gradient is not None]))
 
     with _buffers_kept(engine.model):
@@ -190,7 +190,7 @@ def mixing(engine: "Engine", batch: Batch) -> str:
     if most < 2:
         return ""
     with _buffers_kept(engine.model):
-        whole = engine.traced(batch)
+        whole = engine.traced(_copied(batch))
         for what, order, same in _trials(whole[0]):
             moved = _moved(whole, engine.traced(take(batch, order)), order, same)
             if moved > _MOVED and not _is_rounding(engine, batch, order, same, moved):
@@ -249,10 +249,15 @@ def _is_rounding(engine: "Engine", batch: Batch, order: Tensor, same: Tensor, mo
     try:
         with _in_double(engine.model):
             whole = doubled(batch)
-            again = _moved(engine.traced(whole), engine.traced(take(whole, order)), order, same)
+            again = _moved(engine.traced(_copied(whole)), engine.traced(take(whole, order)), order, same)
     except (RuntimeError, TypeError, ValueError, Unseparable):
         return moved < (_CLEARLY_MOVED if not engine.half_precision else tolerance(True))
     return again < _NO_ROUNDING * moved
+
+
+def _copied(batch: Batch) -> Batch:
+    """In memory of its own: a model may write into its inputs."""
+    return take(batch, torch.arange(batch_size(batch)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from fodp.budget import RenyiBudget
 from fodp.ledger.store import Entry, Store
 
 # Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 100 writes'
-# time, so that writing settles at about 1% of the run.
+# time, so that writing settles at about 1% of the run; rounded up to a power of two, so up to twice as long.
 _AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 100
 
 
@@ -33,6 +33,11 @@ class Account:
         self.position = (opened.id, opened.chain)
         self._asked: tuple[float, int] | None = None  # when was the last block granted, at which step
         self._write_seconds = 0.0
+
+    @property
+    def budget(self) -> RenyiBudget | None:
+        """The budget that guards the run's data, if there is one."""
+        return self._budget
 
     @property
     def charged(self) -> int:
@@ -84,7 +89,9 @@ class Account:
             return 1
         seconds = (now - self._asked[0]) / (step - self._asked[1])
         ahead = min(max(_AHEAD, _WRITES * self._write_seconds), _AT_MOST)
-        return max(1, int(ahead / max(seconds, 1e-6)))
+        steps = max(1, int(ahead / max(seconds, 1e-6)))
+        # A power of two: the file tells how many steps fill the time, and with it how large their lots are.
+        return 1 << (steps - 1).bit_length()
 
     def _refuse_lost_hold(self) -> None:
         last = self._store.last("run = ? AND kind IN ('run', 'resume')", (self._opened.run,))

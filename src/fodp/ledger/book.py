@@ -14,7 +14,7 @@ import fodp
 from fodp import _accountants, _checks
 from fodp._accountants import Floats
 from fodp._checks import PrivacyError
-from fodp.accounting import Phase
+from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_to_data
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
@@ -75,15 +75,25 @@ class Ledger:
         entry = self.store.last("dataset = ? AND kind = 'budget'", (dataset,))
         return None if entry is None else RenyiBudget(**entry.data)
 
+    def budget_of(self, run: str) -> RenyiBudget | None:
+        """The budget that guards the data of a run, if it has one."""
+        first = self.store.last("run = ? AND kind = 'run'", (run,))
+        return None if first is None else self.budget(first.dataset)
+
     def left(self, dataset: str) -> float:
         """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
         budget = self.budget(dataset)
         return math.inf if budget is None else max(0.0, 1 - self.store.others_rdp(dataset, "") / budget.capacity)
 
-    def refuse_unfit(self, phases: Sequence[Phase], steps: int) -> None:
-        """Raise if a new run of this many steps would not fit into the budget. Changes nothing."""
+    def has_budgets(self) -> bool:
+        """Has any data set in here a budget, or is about to get one?"""
+        return self._wanted is not None or self.store.last("kind = 'budget'") is not None
+
+    def refuse_unfit(self, phases: Sequence[Phase], steps: int, *, seed: str | None = None) -> None:
+        """Raise if a new run of this many steps would not fit into the budget, or has a used seed. Changes nothing."""
         if self.dataset is not None:
             budget = self._agreed_budget(self.dataset, phases)
+            self._refuse_used_seed(seed, budget is not None)
             if budget is not None:
                 self._refuse_unfit(self.dataset, budget, budget.costs(phases), steps)
 
@@ -95,11 +105,13 @@ class Ledger:
         *,
         about: Mapping[str, Any] | None = None,
         fingerprint: str | None = None,
+        seed: str | None = None,
     ) -> Account:
         """Begin a run of the first `steps` steps of `phases`, or take up the one that was begun under this id.
 
-        A new run that does not fit into the budget as a whole is refused. Whoever held the run before, in a
-        process that is still alive, gets no more steps.
+        A new run that does not fit into the budget as a whole is refused, and so is one whose `seed`, a keyed mark of
+        it, another run has used, if either's data has a budget. Whoever held the run before, in a process that is
+        still alive, gets no more steps.
         """
         known = self.store.last("run = ? AND kind = 'run'", (run,))
         if known is not None:
@@ -112,6 +124,8 @@ class Ledger:
             if stored != budget and stored is not None:  # another process was quicker
                 self._refuse_other_budget(dataset, stored)
                 budget, costs = stored, stored.costs(phases)
+            if known is None:
+                self._refuse_used_seed(seed, budget is not None)
             if budget is not None and costs is not None:
                 if known is None:
                     self._refuse_unfit(dataset, budget, costs, steps)
@@ -121,7 +135,7 @@ class Ledger:
             changed = self._check_fingerprint(dataset, run, fingerprint)
             data = {**_who(), "about": dict(about or {})}
             if known is None:
-                data["phases"] = phases_to_data(phases)
+                data |= {"phases": phases_to_data(phases), "seed": seed}
                 opened = self.store.append(
                     "run", dataset, run, steps=0, rdp=None if costs is None else 0.0, data={**data, "planned": steps}
                 )
@@ -184,7 +198,7 @@ class Ledger:
         if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
             return
         raise PrivacyError(
-            f"the budget of {dataset!r} in {self.path} is ({stored.epsilon:g}, {stored.delta:g}), not "
+            f"the budget of {dataset!r} in {self.path} is ({rounded_up(stored.epsilon, 6)}, {stored.delta:g}), not "
             f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
         )
 
@@ -204,11 +218,23 @@ class Ledger:
         fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
         share = max(0.0, left) / budget.capacity
         raise PrivacyError(
-            f"the budget of {dataset!r} ({budget.epsilon:g}, {budget.delta:g}) has {share:.1%} left and this "
-            f"needs {costs[steps] / budget.capacity:.1%}: "
+            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has {share:.1%} left and "
+            f"this needs {costs[steps] / budget.capacity:.1%}: "
             + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
             + "; take fewer steps or more noise"
         )
+
+    def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:
+        """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
+        if seed is None:
+            return
+        for entry in self.store.select("kind = 'run'"):
+            if entry.data.get("seed") == seed and (guarded or self.budget(entry.dataset) is not None):
+                raise PrivacyError(
+                    f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
+                    "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
+                    "to go on with that run, resume it"
+                )
 
     def _append_budget(self, dataset: str, budget: RenyiBudget) -> None:
         data = {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fodp import _accountants, accounting
-from fodp.accounting import Phase
+from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_from_data
 from fodp.ledger.book import Ledger
 from fodp.ledger.store import Entry
@@ -17,7 +17,8 @@ _DELTAS = (1e-5, 1e-6, 1e-8)
 NOT_COVERED = (
     "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
     "looking at the data itself; scores on data that is itself private; people with several examples; public numbers "
-    "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed; "
+    "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed, and against "
+    "everybody if a seed was used for a second run that this ledger, or this machine, does not know of; "
     "floating-point and timing attacks"
 )
 
@@ -73,9 +74,9 @@ def card(record: dict[str, Any]) -> str:
     budget = record["budget"]
     if budget is not None:
         lines += [
-            f"Guarantee: everything ever released under this name in this ledger is ({budget['epsilon']:g}, "
-            f"{budget['delta']:g})-differentially private, whatever was run, and however runs were "
-            "chosen after seeing earlier ones.",
+            "Guarantee: everything ever released under this name in this ledger is "
+            f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})-differentially private, "
+            "whatever was run, and however runs were chosen after seeing earlier ones.",
             f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
@@ -93,13 +94,14 @@ def card(record: dict[str, Any]) -> str:
         about = run["about"]
         lines.append(
             f"  {run['began']}  {run['run'][:12]}  {run['who']}  {about.get('method', '')}  {run['steps']} of "
-            f"{run['planned']} steps  epsilon {run['epsilon']:.4g} at delta {run['delta']:g}  "
+            f"{run['planned']} steps  epsilon {rounded_up(run['epsilon'])} at delta {rounded_up(run['delta'], 6)}  "
             f"{about.get('randomness', '')}  {run['state']}"
         )
     for chosen in record["selections"]:
         lines.append(
             f"  {chosen['began']}  {chosen['run'][:22]}  {chosen['who']}  best of a random number of runs, mean "
-            f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {chosen['epsilon']:.4g} at delta {chosen['delta']:g}"
+            f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {rounded_up(chosen['epsilon'])} at "
+            f"delta {rounded_up(chosen['delta'], 6)}"
         )
     for change in record["changes"]:
         lines.append(f"  {change}  the data was changed on purpose; each version has the guarantee for itself only")
@@ -120,7 +122,7 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     selected = [entry for entry in rows if entry.kind == "selection"]
     deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
     spent = sum(entry.rdp or 0.0 for entry in last.values())
-    used = [phase for entry in begun for phase in _used(entry, last[entry.run])]
+    used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
         "budget": None
@@ -155,8 +157,9 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
         "about": first.data["about"],
         "planned": first.data["planned"],
         "steps": last.steps,
-        "state": "ended in order" if last.kind == "settle" else "running, or crashed",
-        "epsilon": accounting.epsilon_of(_used(first, last), delta),
+        "state": _state(first, last, budget),
+        "stopped_early": _stopped_early(first, last, budget),
+        "epsilon": _epsilon(first, last, budget, delta),
         "delta": delta,
         "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
         "events": first.data["phases"],
@@ -191,8 +194,31 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     return spent.epsilon(delta)
 
 
-def _used(first: Entry, last: Entry) -> tuple[Phase, ...]:
-    return accounting.truncate(phases_from_data(first.data["phases"]), last.steps or 0)
+def _covered(first: Entry, last: Entry, budget: RenyiBudget | None) -> tuple[Phase, ...]:
+    """What a run counts as having released: the steps used, and without a budget all that were fixed beforehand.
+
+    Where a run stopped may tell what it saw; the steps up to there cost what they cost only to a filter.
+    """
+    phases, used, planned = phases_from_data(first.data["phases"]), last.steps or 0, first.data["planned"]
+    return accounting.truncate(phases, used if budget is not None else max(used, planned))
+
+
+def _epsilon(first: Entry, last: Entry, budget: RenyiBudget | None, delta: float) -> float:
+    """The run's own ε, whatever made it stop: of all steps that were fixed beforehand, or the budget's if smaller."""
+    whole = accounting.epsilon_of(_covered(first, last, None), delta)
+    unfinished = (last.steps or 0) < first.data["planned"]
+    return min(whole, budget.epsilon) if unfinished and budget is not None and budget.delta <= delta else whole
+
+
+def _stopped_early(first: Entry, last: Entry, budget: RenyiBudget | None) -> bool:
+    """Did it end before the end that was fixed beforehand, with no budget to cover that?"""
+    return budget is None and last.kind == "settle" and (last.steps or 0) < first.data["planned"]
+
+
+def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
+    if _stopped_early(first, last, budget):
+        return "stopped early without a budget: epsilon is that of all its planned steps"
+    return "ended in order" if last.kind == "settle" else "running, or crashed"
 
 
 def _repeated(entry: Entry) -> tuple[Repetitions, tuple[Phase, ...]]:
@@ -207,8 +233,10 @@ def _costs(entry: Entry, budget: RenyiBudget) -> Any:
 
 
 def _when(entry: Entry) -> str:
-    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _pairs(epsilons: dict[float, float]) -> str:
-    return ", ".join(f"epsilon {epsilon:.4g} at delta {delta:g}" for delta, epsilon in epsilons.items())
+    return ", ".join(
+        f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 6)}" for delta, epsilon in epsilons.items()
+    )

@@ -132,7 +132,7 @@ class Store:
         """Add a row; only within `writing()`."""
         last = self.last()
         number, before = (1, "") if last is None else (last.id + 1, last.chain)
-        values = (number, time.time(), kind, dataset, run, steps, rdp, json.dumps(data or {}, sort_keys=True))
+        values = (number, whole_minutes(), kind, dataset, run, steps, rdp, json.dumps(data or {}, sort_keys=True))
         chain = _link(before, values)
         self._connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, chain))
         return Entry(number, values[1], kind, dataset, run, steps, rdp, data or {}, chain)
@@ -189,6 +189,11 @@ class Store:
             yield
         except (sqlite3.Error, OSError, json.JSONDecodeError) as error:
             raise PrivacyError(f"the ledger {self.path} {what} ({error}): {fix}") from None
+
+
+def whole_minutes() -> float:
+    """The time now, without seconds: how fast steps follow each other tells how large their lots are."""
+    return time.time() // 60 * 60.0
 
 
 def _link(before: str, values: tuple[Any, ...]) -> str:

@@ -91,8 +91,9 @@ class CommonParams:
             _checks.open_fraction("quantile", self.quantile)
         if self.count_noise is not None:
             _checks.positive("count_noise", self.count_noise)
-        for name in ("clip_rate", "clip_min", "clip_max"):
-            _checks.positive(name, getattr(self, name))
+        _checks.positive("clip_rate", self.clip_rate)
+        for name in ("clip_min", "clip_max"):
+            _checks.clip_norm(name, getattr(self, name))
         if self.clip_min > self.clip_max:
             raise PrivacyError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from fodp._checks import PrivacyError
 from fodp.ledger import Account, Ledger
 from fodp.ledger.fingerprint import fingerprint
 from fodp.plan import Plan
@@ -20,7 +21,22 @@ def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any)
         "accountant": plan.accountant,
         "randomness": "secure" if plan.seed is None else "seeded",  # the seed itself is nobody's business
     }
-    return ledger.open(run, plan.events(), steps, about=about, fingerprint=_fingerprint(dataset))
+    return ledger.open(
+        run, plan.events(), steps, about=about, fingerprint=_fingerprint(dataset), seed=seed_mark(ledger, plan)
+    )
+
+
+def seed_mark(ledger: Ledger, plan: Plan) -> str | None:
+    """By what a ledger knows the plan's seed again, without knowing it; None for a secure run."""
+    if plan.seed is None:
+        return None
+    mark = fingerprint([b"the seed of a run;", str(plan.seed).encode()])
+    if mark is None and ledger.has_budgets():
+        raise PrivacyError(
+            "a ledger with a budget must know a seed again, and no secret can be kept in the user's configuration "
+            "folder (XDG_CONFIG_HOME, ~/.config) to mark it with: make that writable, or leave the seed out"
+        )
+    return mark
 
 
 def _fingerprint(dataset: Any) -> str | None:

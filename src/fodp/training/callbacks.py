@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fodp import _checks
+from fodp import _checks, accounting
 from fodp._checks import PrivacyError
+from fodp.ledger.store import whole_minutes
 from fodp.models import accuracy
 from fodp.training.folder import write_atomically
 
@@ -108,8 +109,8 @@ class Evaluate(Callback):
         if not math.isfinite(loss):
             raise PrivacyError(
                 f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
-                f"the learning rate or look at the data's scale; the epsilon spent so far, {trainer.epsilon():.4g}, "
-                "stays spent"
+                "the learning rate or look at the data's scale; the epsilon of the run, "
+                f"{accounting.rounded_up(trainer.stated_epsilon())}, stays spent"
             )
         self.best = max(self.best, score)
         trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
@@ -124,7 +125,7 @@ class Evaluate(Callback):
 
 
 class CSVLog(Callback):
-    """One line per epoch: epoch, step, ε and the public scores."""
+    """One line per epoch: epoch, step, the ε of the steps so far (a running display) and the public scores."""
 
     FIELDS = ("epoch", "step", "epsilon", "accuracy", "loss")
 
@@ -196,7 +197,7 @@ class TensorBoard(Callback):
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write the scalars of this epoch."""
         for name, value in {"epsilon": trainer.epsilon(), **trainer.metrics}.items():
-            self._writer.add_scalar(name, value, trainer.step)
+            self._writer.add_scalar(name, value, trainer.step, walltime=whole_minutes())
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Flush to disk."""
@@ -267,7 +268,7 @@ class Progress(Callback):
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Show score and ε."""
-        note = f"ε {trainer.epsilon():.2f}"
+        note = f"ε {accounting.rounded_up(trainer.epsilon(), 3)}"
         if "accuracy" in trainer.metrics:
             note = f"accuracy {trainer.metrics['accuracy']:.3f}  {note}"
         self._bar.update(self._task, note=note)

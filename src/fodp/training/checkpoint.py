@@ -13,7 +13,7 @@ from fodp._checks import PrivacyError
 from fodp._files import atomically
 from fodp.plan import Plan
 
-FORMAT = 5  # raised whenever a part of the state gets another form
+FORMAT = 6  # raised whenever a part of the state gets another form
 
 
 def save(path: Path, content: dict[str, Any], before_naming: Callable[[str], None] | None = None) -> None:

@@ -52,7 +52,8 @@ def make_private(
     loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
     the release divided by L; between backward and step it holds nothing.
 
-    Guarantee: the parameters after any step are (ε, δ)-differentially private with ε = `loader.epsilon()`,
+    Guarantee: the parameters after any step that was fixed beforehand are (ε, δ)-differentially private with
+    ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
     provided that the model is fed the loader's batch and the loss is the declared reduction ("mean" over the
     lot's examples, or "sum") of losses that depend on one example each. Nobody can see that from here: a loss
     that couples examples (contrastive losses, class weights with a mean, a mean over tokens of unequal
@@ -129,7 +130,11 @@ class PrivateLoader:
         return self._run.step
 
     def epsilon(self, *, delta: float | None = None) -> float:
-        """ε at δ of the steps taken so far. Reading changes nothing."""
+        """ε at δ of the steps taken so far. Reading changes nothing.
+
+        It is the run's ε if the loop was to end there before it began; if it ends because of what was seen, that is
+        `plan.epsilon()`.
+        """
         return self._run.plan.epsilon(delta=delta, steps=self._run.step)
 
     def close(self) -> None:

@@ -9,9 +9,11 @@ from safetensors.torch import save_file
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.budget import RenyiBudget
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.training import checkpoint
+from fodp.training.fitting import stated_epsilon
 from fodp.training.folder import RunFolder
 
 
@@ -22,7 +24,9 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     try:
         plan = Plan(**saved["plan"])
         _checks.whole("step", saved["step"], minimum=0)
-        card = privacy_card(plan, _charged_steps(folder, plan, saved))
+        planned = plan.steps if saved["planned"] is None else _checks.whole("planned", saved["planned"])
+        steps, budget = _charged(folder, plan, saved)
+        card = privacy_card(plan, steps, planned, budget)
         # Tied weights share memory, which the format refuses: each name gets its own copy.
         weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
     except (AttributeError, KeyError, TypeError) as error:
@@ -38,21 +42,28 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     return card
 
 
-def _charged_steps(folder: RunFolder, plan: Plan, saved: dict[str, Any]) -> int:
-    """What the run counts as having used: a checkpoint does not know what was released after it was written."""
+def _charged(folder: RunFolder, plan: Plan, saved: dict[str, Any]) -> tuple[int, RenyiBudget | None]:
+    """The steps that the run counts as having used, and the budget that guards it.
+
+    A checkpoint does not know what was released after it was written; the ledger does.
+    """
     if saved["ledger"] is None or saved["step"] >= plan.steps:
-        return int(saved["step"])
+        return int(saved["step"]), None
     ledger = Ledger(folder.ledger_of(folder.read_config()), create=False)
     ledger.refuse_stranger(saved["run"], saved["digest"], saved["ledger"])
-    charged = ledger.steps(saved["run"]) or 0
+    charged, budget = ledger.steps(saved["run"]) or 0, ledger.budget_of(saved["run"])
     ledger.close()
-    return max(int(saved["step"]), charged)
+    return max(int(saved["step"]), charged), budget
 
 
-def privacy_card(plan: Plan, steps: int) -> dict[str, Any]:
-    """What a reader of the model needs to know about its privacy; the seed is not among it."""
+def privacy_card(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None = None) -> dict[str, Any]:
+    """What a reader of the model needs to know about its privacy, with one ε; the seed is not among it.
+
+    The run used `steps` steps; `planned` were fixed before it began, and hold for a run that was stopped early.
+    """
+    epsilon = stated_epsilon(plan, steps, planned, budget)
     return {
-        "epsilon": plan.epsilon(steps=steps),
+        "epsilon": epsilon,
         "delta": plan.delta,
         "accountant": plan.accountant,
         "method": plan.method,
@@ -65,5 +76,5 @@ def privacy_card(plan: Plan, steps: int) -> dict[str, Any]:
         "randomness": "secure"
         if plan.seed is None
         else "seeded research run: no guarantee against holders of the seed",
-        "statement": plan.statement(),
+        "statement": plan.statement(steps=max(steps, planned), epsilon=epsilon),
     }

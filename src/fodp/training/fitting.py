@@ -4,6 +4,8 @@ import torch
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp.accounting import rounded_up
+from fodp.budget import RenyiBudget
 from fodp.plan import Plan
 from fodp.run import Run
 
@@ -29,6 +31,19 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     return optimizer
 
 
+def stated_epsilon(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None) -> float:
+    """The one ε to publish of a run that used `steps` steps of the `planned` ones that were fixed before it began.
+
+    Guarantee: the run is (ε, δ)-differentially private with the plan's δ, also if it was stopped because of what was
+    seen. A run that stops early shows no more than one that goes on to the end, but where it stops tells something, so
+    the first steps' own ε does not hold for it. A budget covers every stop (`fodp.budget.RenyiBudget`).
+    """
+    if steps >= planned:
+        return plan.epsilon(steps=steps)
+    whole = plan.epsilon(steps=planned)
+    return min(whole, budget.epsilon) if budget is not None and budget.delta <= plan.delta else whole
+
+
 def steps_within(plan: Plan, target_epsilon: float) -> int:
     """The most steps of the plan whose ε does not exceed the target; refuses if not even one fits."""
     _checks.positive("target_epsilon", target_epsilon)
@@ -43,7 +58,7 @@ def steps_within(plan: Plan, target_epsilon: float) -> int:
             high = middle
     if low == 0:
         raise PrivacyError(
-            f"not even one step fits epsilon {target_epsilon:g} (one costs {plan.epsilon(steps=1):.4g}): raise the "
-            "noise multiplier or the target"
+            f"not even one step fits epsilon {target_epsilon:g} (one costs {rounded_up(plan.epsilon(steps=1))}): raise "
+            "the noise multiplier or the target"
         )
     return low

@@ -18,7 +18,7 @@ def plot_accuracy(metrics: Path, out: Path, title: str) -> None:
     epsilons, scores = [float(r["epsilon"]) for r in rows], [float(r["accuracy"]) for r in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     left.plot(epsilons, scores, marker=".", color="#2b6cb0")
-    left.set(xlabel="ε spent", ylabel="accuracy on public data")
+    left.set(xlabel="ε of the steps so far", ylabel="accuracy on public data")
     right.plot([int(r["epoch"]) for r in rows], scores, marker=".", color="#2b6cb0")
     right.set(xlabel="epoch")
     for axis in (left, right):

@@ -65,7 +65,8 @@ class Recorder(Engine):
         self._caught: list[tuple[_Call, Tensor]] = []
         for handle in self._followed.values():
             handle.remove()
-        self._followed.clear()
+        # A hook on all modules, while there is a lot to be stepped.
+        self._followed = {} if lot is None else {0: register_module_forward_hook(self._on_any_module)}
         self._backwards: set[int] = set()
         self._raw: dict[int, Tensor] = {}  # the owner's gradients, kept until they were compared once
         if lot is not None:
@@ -148,7 +149,6 @@ class Recorder(Engine):
 
         handles.append(self.model.register_forward_pre_hook(called, with_kwargs=True))
         handles.append(self.model.register_forward_hook(returned, always_call=True))
-        handles.append(register_module_forward_hook(self._on_any_module))
         for parameter in self.layout.parameters:
             handles.append(parameter.register_post_accumulate_grad_hook(self._take_away))
         return handles
@@ -178,7 +178,7 @@ class Recorder(Engine):
     def _on_model_return(self, output: Any) -> None:
         current, self._pass = self._pass, None
         if current is not None:
-            current.end()
+            current.end(output is not None)  # None: the forward pass has raised
         if self.lot is not None and self._joint_losses:
             for place, leaf in enumerate(_outputs(output)):
                 if place in self._joint_losses and leaf.requires_grad:

@@ -27,7 +27,7 @@ from fodp.run import Run
 from fodp.training import checkpoint
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
-from fodp.training.fitting import fitting_optimizer, steps_within
+from fodp.training.fitting import fitting_optimizer, stated_epsilon, steps_within
 
 # ε is computed at this many points of a run at most; between them the next, larger value is shown.
 _CURVE_POINTS = 50
@@ -35,7 +35,7 @@ _CURVE_POINTS = 50
 
 @dataclass(frozen=True)
 class Result:
-    """How a fit ended. `epsilon` is what has been spent, lost steps included."""
+    """How a fit ended. `epsilon` is the one to publish: that of the whole plan for a run that was stopped early."""
 
     reason: str  # "finished", "interrupted", "target reached" or "budget spent"
     steps: int
@@ -103,6 +103,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.target_epsilon = target_epsilon
         self.last_step = plan.steps if target_epsilon is None else steps_within(plan, target_epsilon)
+        self._planned: int | None = None  # where the run was to end when it began
         self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))
         self.metrics: dict[str, float] = {}  # public scores, filled by callbacks
         self.lost_steps = 0
@@ -126,7 +127,11 @@ class Trainer:
         return math.ceil(self.last_step / self.steps_per_epoch)
 
     def epsilon(self) -> float:
-        """ε of the steps taken so far (rounded up to the next precomputed point within an epoch). Changes nothing."""
+        """ε of the steps taken so far (rounded up to the next precomputed point within an epoch). Changes nothing.
+
+        A running display: it would be the run's ε if the run had been fixed beforehand to end here. What a run that
+        is stopped now guarantees is `stated_epsilon()`.
+        """
         if self.step == 0:
             return 0.0
         if self.step not in self._curve and not any(point > self.step for point in self._curve):
@@ -137,6 +142,21 @@ class Trainer:
             self._curve = dict(zip(points, values, strict=True))
         return min(value for point, value in self._curve.items() if point >= self.step)
 
+    @property
+    def planned_steps(self) -> int:
+        """The steps that were fixed before the run began: its guarantee holds for all of them, wherever it stops."""
+        return self.last_step if self._planned is None else self._planned
+
+    def stated_epsilon(self) -> float:
+        """The ε to publish if the run ends here, whatever made it end: see `fitting.stated_epsilon`."""
+        account = self._account
+        used = self.step if account is None else max(self.step, account.charged)  # a seeded run may be replaying
+        return stated_epsilon(self.plan, used, self.planned_steps, None if account is None else account.budget)
+
+    def statement(self) -> str:
+        """The guarantee of this run in plain English, with the one ε of `stated_epsilon`."""
+        return self.plan.statement(steps=self.planned_steps, epsilon=self.stated_epsilon())
+
     def fit(self) -> Result:
         """Train to the end of the plan, to the target ε, or until interrupted; callable again to go on.
 
@@ -144,6 +164,7 @@ class Trainer:
         breaks off at once.
         """
         self.interrupted = False
+        self._fix_the_end()
         if self.ledger is not None and self._account is None:
             self._account = open_account(self.ledger, self.run_id, self.plan, self.last_step, self._dataset)
         self._out_of_budget = False
@@ -162,23 +183,30 @@ class Trainer:
                         self._call("on_epoch")
         finally:
             self._stop_callbacks()
-        spent = self.step
         if self._account is not None:
             self._account.settle(self.step)
-            spent = max(spent, self._account.charged)  # a seeded run may be replaying what it has released before
         if self.step == self.plan.steps:
             reason = "finished"
         elif self._out_of_budget:
             reason = "budget spent"
         else:
             reason = "target reached" if self.step >= self.last_step else "interrupted"
-        epsilon = self.plan.epsilon(steps=spent)
+        epsilon = self.stated_epsilon()
         if not self.run.parameters().isfinite().all():
             raise PrivacyError(
                 "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
-                f"scale; the epsilon spent, {epsilon:.4g}, stays spent"
+                f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
             )
         return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps)
+
+    def _fix_the_end(self) -> None:
+        """Note where the run is to end; an end that is moved after it began may have been moved for what was seen."""
+        if self._out_of_budget:
+            self.last_step = self.planned_steps  # the ledger may have room again
+        if self._planned is None:
+            self._planned = self.last_step
+        elif self._planned != self.last_step:
+            self._planned = self.plan.steps
 
     def _end_with_the_budget(self) -> None:
         """Reserve the next step; if the ledger has none left, this was the last one."""
@@ -258,6 +286,7 @@ class Trainer:
             "ledger": None if self._account is None else self._account.position,
             "plan": {**self.plan.to_dict(), "params": dict(self.plan.params)},
             "step": self.step,
+            "planned": self._planned,
             "lost_steps": self.lost_steps,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -300,6 +329,7 @@ class Trainer:
         self.metrics = dict(saved["metrics"])
         self.run_id = str(saved["run"])
         self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
+        self._planned = saved["planned"]
         self._account = None
         if self.ledger is not None:
             self._account = self._reopened_account()
