@@ -561,7 +561,7 @@ def row(mutant: Mutant, findings: list[Finding]) -> str:
 def named_row(mutant: Unseen) -> str:
     """The line of a mistake that a test finds, and no attack."""
     file, _, name = mutant.test.partition("::")
-    return f"| {mutant.mistake} | " + " | ".join("" for _ in COLUMNS) + f" | [{_words(name)}](../tests/{file}) |"
+    return f"| {mutant.mistake} | " + " | ".join("" for _ in COLUMNS) + f" | {_words(name)} (`{file}`) |"
 
 
 def _words(test: str) -> str:

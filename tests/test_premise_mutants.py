@@ -11,8 +11,7 @@ from rules_page import TESTS, _marked
 from test_premise import neighbours, pair  # noqa: F401  fixtures
 
 PLANTED = [mutant for mutant in UNSEEN if mutant.plant is not None]
-# Files of tests that are written beside this one.
-COMING = {"test_closed_lists.py", "test_one_seed.py", "test_large_sums.py", "test_fuzz.py", "test_optional_stopping.py"}
+COMING = {"test_fuzz.py"}  # files of tests that are written beside this one
 
 
 @pytest.mark.parametrize("mutant", UNSEEN, ids=str)

@@ -36,6 +36,10 @@ class TorchNoise:
         """Of the masks."""
         return self._masks.words(count, step, name)
 
+    def record_key(self, step: int, name: str) -> bytes:
+        """Of what records draw, as before too."""
+        return self._masks.record_key(step, name)
+
 
 def trainer_with(
     data: TensorDataset,
