@@ -1,14 +1,17 @@
-"""Real mistakes in private training, each a whole pipeline that an audit can attack; and what catches each.
+"""Real mistakes in private training, and what catches each: an attack on the whole pipeline, or a test by its name.
 
 Run as a program it writes the table of docs/audit.md: python tests/mutants_for_tests.py
 """
 
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +21,7 @@ import fodp
 from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
+from fodp.clipping.batches import Batch, Keyed, plain
 from fodp.mechanism import Query
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import Vectors
@@ -40,14 +44,14 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def problem() -> tuple[nn.Module, TensorDataset, TensorDataset]:
-    """A network, data and canaries."""
+def problem(*extra: nn.Module) -> tuple[nn.Module, TensorDataset, TensorDataset]:
+    """A network, with extra layers in its middle, data and canaries."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(200, WIDTH, generator=generator)
     dataset = TensorDataset(inputs, inputs[:, :10].argmax(1))
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 10))
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), *extra, nn.Linear(32, 10))
     return model, dataset, audit.random_canaries(dataset, 1000, classes=10, seed=5)
 
 
@@ -59,9 +63,14 @@ def plan(method: str, params: dict[str, Any] | None = None) -> fodp.Plan:
     )  # fmt: skip
 
 
-def attacks(the_plan: fodp.Plan, make: MakeTrainer = plain_trainer) -> Iterator[Finding]:
-    """(a) to (d), each at the family-wise level."""
-    model, dataset, canaries = problem()
+def jitter(batch: Any) -> Any:
+    """An augmentation for (inputs, labels) that draws."""
+    return batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]
+
+
+def attacks(the_plan: fodp.Plan, make: MakeTrainer = plain_trainer, *extra: nn.Module) -> Iterator[Finding]:
+    """(a) to (d), each at the family-wise level, on a network with these extra layers."""
+    model, dataset, canaries = problem(*extra)
     yield audit.attack_mechanism(the_plan, make, trials=6000, seed=SEED)
     yield audit.attack_training(the_plan, model, losses, dataset, canaries, make, looks=25, seed=SEED)
     yield audit.replay_neighbours(the_plan, model, losses, dataset, make, seed=SEED)
@@ -87,7 +96,7 @@ def std(run: Any) -> float:
 class FaintNoise(Streams):
     """Noise that comes out smaller than was asked for."""
 
-    def __init__(self, seed: int, factor: float):
+    def __init__(self, seed: int | None, factor: float):
         super().__init__(seed)
         self.factor = factor
 
@@ -298,38 +307,143 @@ def same_lot(run: Run, lot: Lot) -> Tensor:
     return run._sampler.draw(0, lot.name, lot.rate).indices
 
 
-def with_run(kind: type[Run]) -> MakeTrainer:
+def with_run(kind: type[Run], **options: Any) -> MakeTrainer:
     def make(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Plan) -> Trainer:
         trainer = plain_trainer(model, loss_fn, dataset, the_plan)
-        trainer.run = kind(model, loss_fn, dataset, the_plan)
+        trainer.run = kind(model, loss_fn, dataset, the_plan, **options)
         return trainer
 
     return make
 
 
-# --- the list ------------------------------------------------------------------------------------------------
+# --- mistakes that let one example reach the others ----------------------------------------------------------
+
+
+class RowOrder(Run):
+    """What is drawn by PyTorch's own generator is drawn row after row: who is missing shifts all later rows."""
+
+    def take_step(self) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.step)
+            return super().take_step()
+
+
+class DropoutInRowOrder(RowOrder):
+    """The lot is not told whose its rows are."""
+
+    def _batch(self, lot: Lot) -> Batch:
+        return plain(super()._batch(lot))
+
+
+class SecureDropoutByStep(DropoutInRowOrder):
+    """The same in secure mode only, where nobody looked."""
+
+    def _batch(self, lot: Lot) -> Batch:
+        return super()._batch(lot) if self.plan.seed is None else Run._batch(self, lot)
+
+
+class AugmentInRowOrder(RowOrder):
+    """The augmentation is simply called."""
+
+    def _batch(self, lot: Lot) -> Batch:
+        augmentation, self._augmentation = self._augmentation, None
+        batch = super()._batch(lot)
+        self._augmentation = augmentation
+        if augmentation is None or not len(lot.indices):
+            return batch
+        rows = augmentation._augment(plain(batch))
+        views = len(rows[0]) // len(batch.records)
+        return Keyed(rows, batch.records.repeat(views), batch.source)
+
+
+def two_views(batch: Any) -> Any:
+    """An augmentation that returns each record twice."""
+    return torch.cat([batch[0], batch[0].flip(1)]), torch.cat([batch[1], batch[1]])
+
+
+class UnlookedAt(Run):
+    """Trusts a loss with class weights from the lot, for it was right on two examples."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, *rest: Any, **options: Any):
+        super().__init__(model, balanced if loss_fn is losses else loss_fn, *rest, **options)
+        self.engine._checked = True
+        self.engine._examine = lambda batch: None  # type: ignore[method-assign]
+
+
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    """Weights by how often the two groups of classes are in the lot; so small that clipping does not hide them."""
+    group = batch[1] // 5
+    counts = torch.bincount(group, minlength=2).clamp(min=1)
+    return 0.1 * losses(model, batch) * (len(group) / 2 / counts)[group]
+
+
+# --- mistakes that no attack sees, planted for the test that does --------------------------------------------
+
+
+def keys_from_a_counter(patch: pytest.MonkeyPatch) -> None:
+    """A secret of the process and a counter, instead of the system's entropy: a fork has both."""
+    secret, counter = b"drawn once when the program begins", itertools.count()
+    patch.setattr("fodp.noise.secrets.token_bytes", lambda size: _hashed(secret + b"%d" % next(counter), size))
+
+
+def _hashed(words: bytes, size: int) -> bytes:
+    return hashlib.blake2b(words, digest_size=size).digest()
+
+
+def records_keyed_by_the_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Streams, "record_key", lambda self, step, name: _hashed(b"%d %s" % (step, name.encode()), 32))
+
+
+def norms_under_autocast(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.clipping.engine.Engine.exactly", lambda self: nullcontext())
+
+
+def padding_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.drop_in.compare_alone", lambda *_: None)
+
+
+def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.run.modules_of", lambda *_: ())
+
+
+def other_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.recorder.Recorder._on_any_module", lambda *_: None)
+
+
+def joint_losses_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.recorder.Recorder._look_at_losses", lambda *_: None)
+
+
+def nothing_summed(patch: pytest.MonkeyPatch) -> None:
+    """The refusal asks whether all gradients are None; it is told that not."""
+    patch.setattr("fodp.clipping.engine.all", lambda _: False, raising=False)
+
+
+# --- the lists -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: a method of its own, or a pipeline around a correct one."""
+    """A mistake: a method of its own, or a pipeline around a correct one, on a network with extra layers."""
 
     mistake: str
     method: str | type[Method] = "dp-sgd"
     make: MakeTrainer = plain_trainer
     params: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[nn.Module, ...] = ()
 
     def __str__(self) -> str:
         return self.mistake
 
     def findings(self) -> list[Finding]:
         if isinstance(self.method, str):
-            return list(attacks(plan(self.method, self.params), self.make))
+            return list(attacks(plan(self.method, self.params), self.make, *self.extra))
         with registered(self.method):
-            return list(attacks(plan(self.method.name, self.params), self.make))
+            return list(attacks(plan(self.method.name, self.params), self.make, *self.extra))
 
 
 HALF = {"beta": BETA}
+DROPOUT = (nn.Dropout(0.5),)
 MUTANTS = (
     Mutant(
         "noise multiplied by β like the sum", "fo-dp-sgd", with_streams(lambda m, p: FaintNoise(p.seed, BETA)), HALF
@@ -350,6 +464,87 @@ MUTANTS = (
     Mutant("shuffled epochs accounted as Poisson", make=with_run(drawing(epoch_slices))),
     Mutant("q off by the number of workers", make=with_run(drawing(every_worker))),
     Mutant("the same lot each step", make=with_run(drawing(same_lot))),
+    Mutant("dropout drawn in the order of the rows", make=with_run(DropoutInRowOrder), extra=DROPOUT),
+    Mutant("the same, seeded by the step, in secure runs only", make=with_run(SecureDropoutByStep), extra=DROPOUT),
+    Mutant("augmentation drawn in the order of the rows", make=with_run(AugmentInRowOrder, augment=jitter)),
+    Mutant("rows that an augmentation adds are examples", make=with_run(AugmentInRowOrder, augment=two_views)),
+    Mutant("class weights from the lot, whole lots not looked at", make=with_run(UnlookedAt)),
+)
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A mistake that no attack sees, and the test that fails for it.
+
+    `plant` makes it and `given` are the test's arguments, where the test is quick; otherwise it is only named.
+    """
+
+    mistake: str
+    test: str  # file::test, or file::Class.test
+    plant: Callable[[pytest.MonkeyPatch], None] | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.mistake
+
+
+UNSEEN = (
+    Unseen(
+        "secure keys from a counter in the process",
+        "test_noise.py::test_streams_made_in_forked_workers_differ",
+        keys_from_a_counter,
+    ),
+    Unseen(
+        "draws of records keyed by the step's number alone",
+        "test_premise.py::test_draws_differ_by_step_record_and_key",
+        records_keyed_by_the_step,
+    ),
+    Unseen(
+        "norms in bfloat16 under autocast",
+        "test_premise.py::test_autocast_around_everything_belongs_to_the_loss_alone",
+        norms_under_autocast,
+        dict(engine="auto", layer="wide sequence"),
+    ),
+    Unseen(
+        "padding to the longest record not compared",
+        "test_premise_loop.py::test_a_mean_over_padded_positions_is_refused",
+        padding_not_compared,
+    ),
+    Unseen(
+        "a loss module's buffers not watched",
+        "test_premise.py::test_a_loss_that_counts_is_refused",
+        loss_modules_not_watched,
+    ),
+    Unseen(
+        "a second module trained without noise",
+        "test_premise_loop.py::test_a_second_module_that_learns_from_the_same_loss_is_refused",
+        other_modules_not_watched,
+    ),
+    Unseen(
+        "a mean over the tokens of all examples",
+        "test_premise_loop.py::test_a_mean_over_the_tokens_of_the_whole_lot_is_refused",
+        joint_losses_not_compared,
+    ),
+    Unseen(
+        "a sum that no parameter contributes to",
+        "test_premise.py::test_a_sum_of_nothing_is_refused",
+        nothing_summed,
+        dict(engine="loop"),
+    ),
+    Unseen("`len(dataset)` written into the ledger", "test_closed_lists.py::test_files_of_a_trainer"),
+    Unseen("one seed for two runs of a budget", "test_one_seed.py::TestRefused.test_a_second_run_with_the_seed"),
+    Unseen(
+        "a normaliser summed in float32",
+        "test_large_sums.py::TestSumsOverMillions.test_one_record_moves_the_normaliser_by_its_own_norm",
+    ),
+    Unseen(
+        "norms without the rounding of long products",
+        "test_fuzz.py::test_positions_that_lose_their_difference_in_products",
+    ),
+    Unseen(
+        "ε of the steps taken after a stop that was not planned",
+        "test_optional_stopping.py::TestResult.test_a_stopped_run_has_the_plans_epsilon",
+    ),
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "audit.md"
@@ -360,7 +555,17 @@ COLUMNS = ("mechanism", "one-run", "replay", "sampling")
 def row(mutant: Mutant, findings: list[Finding]) -> str:
     """Its line of the table: a cross where an attack contradicts the claim."""
     caught = {f.attack for f in findings if not f.consistent}
-    return f"| {mutant.mistake} | " + " | ".join("✗" if c in caught else "" for c in COLUMNS) + " |"
+    return f"| {mutant.mistake} | " + " | ".join("✗" if c in caught else "" for c in COLUMNS) + " |  |"
+
+
+def named_row(mutant: Unseen) -> str:
+    """The line of a mistake that a test finds, and no attack."""
+    file, _, name = mutant.test.partition("::")
+    return f"| {mutant.mistake} | " + " | ".join("" for _ in COLUMNS) + f" | {_words(name)} (`{file}`) |"
+
+
+def _words(test: str) -> str:
+    return test.rpartition(".")[2].removeprefix("test_").replace("_", " ")
 
 
 def table_on_page() -> list[str]:
@@ -369,12 +574,13 @@ def table_on_page() -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    lines = ["| mistake | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
+    lines = ["| mistake | " + " | ".join((*COLUMNS, "tests")) + " |", "| --- |" + " --- |" * (len(COLUMNS) + 1)]
     for each in MUTANTS:
         found = each.findings()
         lines.append(row(each, found))
         print(lines[-1])
         for f in found:
             print(f"    {f.attack}: {f.summary}")
+    lines += [named_row(each) for each in UNSEEN]
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")

@@ -1,5 +1,6 @@
 """Audits accuse every planted mistake and no correct method; their bounds are bounds."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
@@ -24,12 +24,16 @@ from fodp.methods import METHODS
 from methods_for_tests import StopAfter, trainer
 from methods_for_tests import plan as small_plan
 from mutants_for_tests import (
+    DROPOUT,
     MUTANTS,
     PAGE,
     SEED,
+    UNSEEN,
     UnclippedParameter,
     attacks,
+    jitter,
     losses,
+    named_row,
     plan,
     problem,
     registered,
@@ -68,7 +72,9 @@ def test_every_mistake_is_caught_as_the_docs_say(mutant):
 
 
 def test_the_docs_list_these_mistakes_and_no_others():
-    assert [line.split(" | ")[0].removeprefix("| ") for line in table_on_page()[2:]] == [m.mistake for m in MUTANTS]
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in table_on_page()[2:]]
+    assert listed == [m.mistake for m in (*MUTANTS, *UNSEEN)]
+    assert table_on_page()[-len(UNSEEN) :] == [named_row(m) for m in UNSEEN], "run python tests/mutants_for_tests.py"
 
 
 # --- bounds --------------------------------------------------------------------------------------------------
@@ -136,11 +142,55 @@ def test_a_refusal_of_the_run_is_a_finding():
             assert "refused" in finding.faults[0]
 
 
-def test_dropout_is_no_false_alarm():
-    _, dataset, _ = problem()
-    model = nn.Sequential(nn.Linear(dataset.tensors[0].shape[1], 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 10))
-    assert audit.replay_neighbours(plan("dp-sgd"), model, losses, dataset).consistent
-    assert model[2].p == 0.5
+def augmenting(model, loss_fn, dataset, the_plan):
+    """A pipeline with an augmentation for (inputs, labels)."""
+    score = (lambda: 0.0) if the_plan.algorithm.proposes else None
+    return fodp.Trainer(model, loss_fn, dataset, the_plan, augment=jitter, public_score=score)
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_dropout_and_augmentation_are_no_false_alarm_in_either_mode(method):
+    """Every method, with all that draws switched on: points, two lots of a step and lots of all records included."""
+    model, dataset, _ = problem(*DROPOUT)
+    finding = audit.replay_neighbours(plan(method), model, losses, dataset, augmenting)
+    assert finding.consistent, finding.faults[:3]
+    assert 0.5 < finding.numbers["worst_ratio"] <= 1 + 1e-5
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_whole_audit_with_dropout_and_augmentation(secure):
+    model, dataset, canaries = problem(*DROPOUT)
+    the_plan = replace(plan("fo-dp-sgd"), seed=None if secure else 7)
+    made = []
+
+    def make(*parts):
+        made.append(augmenting(*parts))
+        return made[-1]
+
+    report = audit.audit(the_plan, model, losses, dataset, canaries, make, trials=1000)
+    assert report.consistent, [finding.faults[:3] for finding in report.findings]
+    own_mode = [trainer.plan.seed is None for trainer in made]
+    assert (not all(own_mode), any(own_mode)) == (True, True)  # the replay is made in both modes
+    assert (made[0].plan.seed is None, made[-1].plan.seed is None) == (secure, secure)
+    again = audit.audit(the_plan, model, losses, dataset, canaries, augmenting, attacks=["one-run"])
+    assert again.findings[0].to_dict() == report.findings[-1].to_dict()
+    with pytest.raises(fodp.PrivacyError, match="cannot be copied"):
+        copy.copy(next(trainer for trainer in made if trainer.plan.seed is None).run.streams)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_replay_in_one_mode_is_in_that_mode_only(secure):
+    model, dataset, _ = problem()
+    seeds = set()
+
+    def make(model, loss_fn, dataset, the_plan):
+        seeds.add(the_plan.seed is None)
+        return audit.plain_trainer(model, loss_fn, dataset, the_plan)
+
+    assert audit.replay_neighbours(plan("dp-sgd"), model, losses, dataset, make, secure=secure).consistent
+    assert seeds == {secure}
 
 
 @pytest.mark.parametrize(("rate", "steps"), [(1.0, 20), (0.9, None), (0.002, 300)])

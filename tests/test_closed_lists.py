@@ -208,6 +208,7 @@ def unlisted_lines(text, patterns):
 
 
 @pytest.mark.rule(12)
+@pytest.mark.rule(26)
 @pytest.mark.parametrize("seeded", [False, True], ids=["secure", "seeded"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own ledger", "shared ledger"])
 def test_files_of_a_command_line_run(tmp_path, capsys, seeded, shared):
@@ -306,6 +307,7 @@ def faults_of(tmp_path, seeded, ledger):
 
 
 @pytest.mark.rule(12)
+@pytest.mark.rule(26)
 @pytest.mark.parametrize("seeded", [False, True], ids=["secure", "seeded"])
 @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
 def test_files_of_a_trainer(tmp_path, seeded, ledger):
@@ -383,6 +385,7 @@ class TestMutants:
         assert unlisted(saved, checkpoint_list(False, False, callbacks)) == [found]
 
 
+@pytest.mark.rule(26)
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""
     words = ["--epochs=1", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
@@ -397,6 +400,7 @@ def test_selections_and_resumes_in_a_ledger(tmp_path):
     assert ledger_faults(book, seeded=False) == []
 
 
+@pytest.mark.rule(26)
 def test_an_audits_report():
     """It is computed without noise and promises nothing; its frame is a closed list all the same."""
     plan = fodp.Plan(

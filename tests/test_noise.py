@@ -395,6 +395,18 @@ def test_a_forked_child_takes_a_fresh_key():
 
 @needs_fork
 @forking
+@pytest.mark.rule(13)
+def test_streams_made_in_forked_workers_differ(monkeypatch):
+    """Made after the fork, as data loaders' workers and pools make them, in processes that differ by nothing else."""
+    Streams.secure()
+    monkeypatch.setattr(os, "getpid", lambda: 7)  # as in containers, where each begins to count anew
+    workers = [in_child(lambda: Streams.secure().words(100, 0, "mask")) for _ in range(2)]
+    everything = np.concatenate([Streams.secure().words(100, 0, "mask"), *workers])
+    assert everything.size == np.unique(everything).size == 300
+
+
+@needs_fork
+@forking
 def test_a_forked_child_repeats_itself_only_when_seeded():
     streams = Streams.seeded(3)
     assert np.array_equal(in_child(lambda: streams.words(50, 1, "mask")), streams.words(50, 1, "mask"))

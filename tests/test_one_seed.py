@@ -62,6 +62,7 @@ def test_what_a_repeated_seed_gives_away():
 
 
 @pytest.mark.rule(17)
+@pytest.mark.rule(22)
 class TestRefused:
     @pytest.mark.parametrize("first", [train, loop])
     @pytest.mark.parametrize("second", [train, loop])

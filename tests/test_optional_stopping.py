@@ -64,6 +64,7 @@ class StopAt(Callback):
 
 
 @pytest.mark.rule(10)
+@pytest.mark.rule(23)
 class TestResult:
     def test_a_stopped_run_has_the_plans_epsilon(self):
         stopped = trainer(callbacks=[StopAt(7)])
@@ -111,6 +112,7 @@ class TestResult:
             trainer(callbacks=[Evaluate(data())]).fit()
 
 
+@pytest.mark.rule(23)
 class TestBudget:
     def ledger(self, tmp_path, budget):
         return Ledger(tmp_path / "l.sqlite", dataset="people", budget=budget)
@@ -169,6 +171,7 @@ class TestBudget:
         assert "stopped early" not in card(record)
 
 
+@pytest.mark.rule(23)
 class TestFiles:
     """Whatever is published of a run says the same ε."""
 

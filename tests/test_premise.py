@@ -5,6 +5,7 @@ included. `moved` says by how many C they are apart; 1 is what the guarantee all
 """
 
 import copy
+import itertools
 import random
 import warnings
 from dataclasses import dataclass
@@ -203,6 +204,24 @@ def test_draws_differ_by_step_record_and_key(pair):
 
 
 @pytest.mark.rule(18)
+def test_an_augmentation_and_a_model_draw_different_numbers(pair):
+    drawn = {"augmentation": [], "model": []}
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            drawn["model"].append(torch.rand(x.shape))
+            return x * drawn["model"][-1]
+
+    def augment(batch):
+        drawn["augmentation"].append(torch.rand(batch[0].shape))
+        return batch[0] + drawn["augmentation"][-1], batch[1]
+
+    first_sum(nn.Sequential(Scaled(), nn.Linear(WIDTH, 2)), augment=augment)(data())
+    ones, others = ({float(x) for draw in draws for x in draw.flatten()} for draws in drawn.values())
+    assert len(ones & others) < 0.01 * len(ones)  # of 2²⁴ numbers, by chance
+
+
+@pytest.mark.rule(18)
 def test_the_callers_generator_neither_steers_nor_moves(pair):
     model, sums = network(nn.Dropout(0.5)), []
     for seed in (1, 2):
@@ -251,6 +270,30 @@ def test_checkpointed_parts_repeat_their_draws(engine, pair):
     for kept in (True, False):
         model[2].kept = kept
         sums.append(first_sum(model, engine=engine)(data()))
+    assert torch.allclose(*sums, atol=1e-5)
+
+
+@pytest.mark.rule(18)
+def test_parts_that_are_checkpointed_from_a_later_step_on_repeat_their_draws(pair):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.drop, self.kept = nn.Linear(16, 16), nn.Dropout(0.5), True
+
+        def forward(self, x):
+            if self.kept:
+                return self.drop(self.a(x))
+            return torch.utils.checkpoint.checkpoint(lambda x: self.drop(self.a(x)), x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, sums = network(Part()), []
+    for kept in (True, False):
+        with keyed_from(bytes(32)):
+            run = fodp.Run(copy.deepcopy(model), losses, data(), plan(steps=50))
+            for _ in range(40):
+                run.take_step()
+            run.engine.model[2].kept = kept
+            sums.append(run.take_step())
     assert torch.allclose(*sums, atol=1e-5)
 
 
@@ -312,28 +355,107 @@ def test_what_a_data_set_draws_for_a_record_does_not_depend_on_the_lot(draw, pai
     assert 0.01 < pair.moved(lambda d: run(Noisy(d, draw))) <= ALLOWED
 
 
+class OwnGenerators:
+    """Generators that go on from record to record, whoever asks."""
+
+    def __init__(self):
+        self.torch, self.numpy, self.python = (
+            torch.Generator().manual_seed(0),
+            np.random.default_rng(0),
+            random.Random(0),
+        )
+        self.count = itertools.count()
+
+    def draw(self, kind):
+        if kind == "torch":
+            return torch.randn((), generator=self.torch)
+        return {"numpy": self.numpy.normal, "python": self.python.random, "count": self.count.__next__}[kind]()
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python", "count"])
+def test_a_data_set_with_a_generator_of_its_own_is_refused(kind):
+    own = OwnGenerators()
+    with pytest.raises(PrivacyError, match="the data set draws from a generator of its own"):
+        fodp.Run(network(), losses, Noisy(data(), lambda: own.draw(kind)), plan()).take_step()
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize("kind", ["numpy", "python", "count"])
+def test_an_augmentation_with_a_generator_of_its_own_is_refused(kind):
+    own = OwnGenerators()
+    run = fodp.Run(network(), losses, data(), plan(), augment=lambda batch: (batch[0] + own.draw(kind), batch[1]))
+    with pytest.raises(PrivacyError, match="it draws from a generator of its own"):
+        run.take_step()
+
+
+@pytest.mark.rule(18)
+def test_an_augmentations_own_torch_generator_is_not_listened_to(pair):
+    own = torch.Generator().manual_seed(0)
+    augment = lambda batch: (batch[0] + torch.randn(batch[0].shape, generator=own), batch[1])  # noqa: E731
+    assert 0.01 < pair.moved(first_sum(network(), augment=augment)) <= ALLOWED
+
+
+class DrawsBackwards(nn.Module):
+    """Gradients are multiplied by random numbers, as stochastic rounding does."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        out = x.clone()
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * self.draw(gradient))
+        return out
+
+
+@pytest.mark.rule(18)
+@pytest.mark.filterwarnings("ignore:per-example gradients")
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand_like, lambda g: torch.from_numpy(np.random.rand(*g.shape)).float()],  # noqa: NPY002
+    ids=["torch", "numpy"],
+)
+def test_what_a_backward_pass_draws_does_not_depend_on_the_lot(draw, engine, pair):
+    assert 0.01 < pair.moved(first_sum(network(DrawsBackwards(draw)), engine=engine)) <= ALLOWED
+
+
+@pytest.mark.rule(18)
+def test_a_backward_pass_with_a_generator_of_its_own_is_refused():
+    own = np.random.default_rng(0)
+    with pytest.raises(PrivacyError, match="two losses or gradients"):
+        fodp.Run(network(DrawsBackwards(lambda g: own.random())), losses, data(), plan()).take_step()
+
+
 # --- 2: precision --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(19)
 @pytest.mark.filterwarnings("ignore:per-example gradients")
 @pytest.mark.parametrize("engine", ["auto", "loop"])
-@pytest.mark.parametrize("layer", ["linear", "sequence", "attention"])
+@pytest.mark.parametrize("layer", ["linear", "sequence", "wide sequence", "attention", "recurrent"])
 def test_autocast_around_everything_belongs_to_the_loss_alone(engine, layer):
     torch.manual_seed(0)
     kinds = {
         "linear": lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 2)),
         "sequence": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), nn.Linear(8, 16), nn.Flatten(), nn.Linear(128, 2)),
+        "wide sequence": lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 32)), nn.Linear(32, 256), nn.Flatten(), nn.Linear(512, 2)
+        ),
         "attention": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), Attention(), nn.Flatten(), nn.Linear(64, 2)),
+        "recurrent": lambda: nn.Sequential(nn.Unflatten(1, (8, 8)), Recurrent(), nn.Flatten(), nn.Linear(64, 2)),
     }  # fmt: skip
     model, x, y = kinds[layer](), 100 * torch.randn(12, 64), torch.randint(2, (12,))
     clipper = fodp.Clipper(model, losses, engine=engine)
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        # The whole lot first: the engine measures one row by itself only when it has seen that it can.
+        whole, less = (clipper.clipped_sum((x[:n], y[:n]), CLIP) for n in (12, 11))
         for row in range(4):
             alone = clipper.clipped_sum((x[row : row + 1], y[row : row + 1]), CLIP)
             assert alone.dtype == torch.float32
             assert alone.norm() <= CLIP * (1 + 1e-5)
-        whole, less = (clipper.clipped_sum((x[:n], y[:n]), CLIP) for n in (12, 11))
     assert (whole - less).norm() <= CLIP * (1 + 1e-2)  # bfloat16 rounds the forward pass, not the norm
 
 
@@ -344,6 +466,34 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.a(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.a(x)[0]
+
+
+@pytest.mark.rule(19)
+@pytest.mark.parametrize("method", ["dp-sgd", "disk"])
+def test_autocast_around_everything_does_not_keep_old_weights(method):
+    """PyTorch's autocast holds copies of weights for as long as it lasts, also those of an earlier step."""
+    sums = []
+    for cast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            trainer = fodp.Trainer(
+                network(), losses, data(), plan(method=method, seed=1, noise_multiplier=1e-3, steps=6)
+            )
+            trainer.optimizer.param_groups[0]["lr"] = 5.0
+            for _ in range(6):
+                trainer._one_step()
+        sums.append(trainer.run.parameters())
+    assert (sums[0] - sums[1]).norm() < 0.05 * (
+        sums[0] - torch.cat([p.flatten() for p in network().parameters()])
+    ).norm()
 
 
 def matmul_mode():
@@ -521,6 +671,26 @@ def test_a_loss_that_remembers_is_refused(wrap):
     with pytest.raises(PrivacyError, match=r"two losses|writes into the buffer mean"):
         fodp.Run(network(), wrap(module), data(), plan()).take_step()
     assert module.mean == 1
+
+
+class Counting(nn.Module):
+    """A loss module whose buffer counts the examples it has seen, and changes no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, model, batch):
+        self.seen += len(batch[0])
+        return losses(model, batch)
+
+
+@pytest.mark.rule(24)
+def test_a_loss_that_counts_is_refused():
+    module = Counting()
+    with pytest.raises(PrivacyError, match="writes into the buffer seen"):
+        fodp.Run(network(), module, data(), plan()).take_step()
+    assert module.seen == 0
 
 
 @pytest.mark.rule(24)

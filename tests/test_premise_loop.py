@@ -72,6 +72,47 @@ def test_draws_beside_the_model_are_refused():
         break
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, draws):
+        super().__init__()
+        self.a, self.drop = nn.Linear(6, 2), nn.Dropout(0.5 if draws else 0.0)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(lambda x: self.drop(self.a(x)), x, use_reentrant=False)
+
+
+@pytest.mark.rule(18)
+def test_draws_that_the_owners_backward_would_repeat_are_refused():
+    """Checkpointing draws again in the backward pass, which is not fodp's here: for all rows, one after another."""
+    model, _, loader = loop(Checkpointed(draws=True))
+    for x, _ in loader:
+        with refused("a checkpointed part of the model draws"):
+            model(x)
+        break
+    model, optimizer, loader = loop(Checkpointed(draws=False))
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert loader.step == 3
+
+
+@pytest.mark.rule(18)
+def test_draws_that_depend_on_the_lot_are_refused():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.a(F.dropout(x, 0.5) if len(x) < 5 else x)
+
+    model, _, loader = loop(Sometimes())
+    for x, _ in loader:
+        with refused("keep the examples of a lot apart.*it draws less in some passes"):
+            model(x)
+        break
+
+
 @pytest.mark.rule(18)
 def test_the_callers_generator_stays_where_it_was():
     model, optimizer, loader = loop(network(nn.Dropout(0.5)))

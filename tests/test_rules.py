@@ -1,10 +1,10 @@
-"""The page of rules is what the tests' markers say, and no rule is without a guard."""
+"""The page of rules is what the tests' markers say, and no rule is without a guard but those named as coming."""
 
 import ast
 
 import pytest
 
-from rules_page import PAGE, RULES, TESTS, _marked, guards, page
+from rules_page import LATER, PAGE, RULES, TESTS, _marked, guards, page
 
 
 def test_the_page_is_up_to_date():
@@ -12,11 +12,11 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_rule_has_a_test():
-    assert [number for number, tests in guards().items() if not tests] == []
+    assert {number for number, tests in guards().items() if not tests} == set(LATER)
 
 
 def test_every_marker_names_a_rule():
-    assert set(guards()) == set(RULES) == set(range(1, 18))
+    assert set(guards()) == set(RULES) == set(range(1, 27))
 
 
 @pytest.mark.parametrize(

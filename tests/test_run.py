@@ -111,7 +111,8 @@ def test_a_lot_is_augmented_as_a_whole(fetched_in_fives):
     sizes = []
     train(*problem(), plan(), augment=lambda batch: sizes.append(len(batch[0])) or batch, copies=2)
     assert max(sizes) > 10
-    assert [size for size in sizes if size != 2] == [2 * count for count in fetched_in_fives if count != 1]
+    # Single records, and two and three copies of one row, are there to look at the augmentation.
+    assert [size for size in sizes if size > 3] == [2 * count for count in fetched_in_fives if count > 1]
 
 
 @pytest.mark.rule(2)

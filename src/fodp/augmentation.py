@@ -25,7 +25,7 @@ class Augmentation:
     def __init__(self, augment: Augment, copies: int):
         self._augment, self._copies = augment, copies
         self._site = Site("augment")
-        self._agreed = 0  # how many lots have shown that records are kept apart
+        self._agreed = self._looked = 0  # how many lots have shown that records are kept apart, or were looked at
 
     def __call__(self, batch: Keyed, look: bool) -> Keyed:
         """The augmented lot, its rows in the same order."""
@@ -34,6 +34,8 @@ class Augmentation:
         looks = look or self._agreed < _FIRST_LOTS
         if looks and not self._site.alone:
             self._site.look_for_foreign(lambda: self._of_one(batch, 0))
+        if look or self._looked < _FIRST_LOTS:
+            self._refuse_unsteady(batch)
         if not self._site.alone:
             try:
                 augmented = self._apply(_copied(batch) if looks else batch, single=False)
@@ -52,6 +54,19 @@ class Augmentation:
         records = range(batch_size(batch) // self._copies)
         alone = [self._of_one(batch, record) for record in records]
         return Keyed(joined([plain(rows) for rows in alone]), batch.records, batch.source)
+
+    def _refuse_unsteady(self, batch: Keyed) -> None:
+        """Raise if it draws for a record from a generator that goes on from record to record."""
+        self._looked += 1
+        if self._site.quiet:  # a generator object of PyTorch's is seen only by looking for it
+            self._site.learn(batch.source, lambda rows: self._augment(plain(take(batch, rows))))
+        first, second = (tensors(self._of_one(batch, 0)) for _ in range(2))
+        if len(first) != len(second) or not all(map(_same, first, second)):
+            raise PrivacyError(
+                "augment made different rows of one record with the same random numbers: it draws from a generator of "
+                "its own, or remembers earlier calls, and one record would change what others draw. Draw with "
+                "PyTorch's functions (torch.rand, ...), or NumPy's and Python's global ones"
+            )
 
     def _of_one(self, batch: Keyed, record: int) -> Keyed:
         rows = take(batch, slice(record * self._copies, (record + 1) * self._copies))

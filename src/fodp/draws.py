@@ -14,11 +14,12 @@ function) is run on two and on three copies of one row: what grows is the lot's.
 run one record at a time, and everything it draws is that record's.
 """
 
+import copy
 import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol, TypeVar
@@ -39,6 +40,8 @@ Result = TypeVar("Result")
 _DRAW_BITS: Final = 24  # draws in one pass; the other 40 bits of a half block name the record
 _BACKWARDS_LOOKED_AT: Final = 8
 _WORDS_AT_ONCE: Final = 1 << 21  # 8 MiB of words and as many counters
+# What saves tensors at this moment otherwise than autograd does; older versions of PyTorch do not tell.
+_TOP_HOOKS: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Unkeyable(PrivacyError):
@@ -61,6 +64,14 @@ class Source:
 
     def __init__(self, streams: DerivedKeys, step: int, name: str):
         self._keys = {shared: streams.record_key(step, f"{name}.{shared}") for shared in ("record", "lot")}
+        self._parts: dict[str, Source] = {}
+
+    def of(self, site: str) -> "Source":
+        """The words of one site: what an augmentation draws for a record tells nothing of what the model draws."""
+        if site not in self._parts:
+            part = self._parts[site] = copy.copy(self)
+            part._keys = {kind: _subkey(key, site) for kind, key in self._keys.items()}
+        return self._parts[site]
 
     def words(self, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:
         """`each` uniform 32-bit words for every place of every record, [records, *shape, each]."""
@@ -70,9 +81,10 @@ class Source:
         """Words that are the same whoever is in the lot, [*shape, each]."""
         return self._words("lot", np.zeros(1, np.int64), draw, shape, each)[0]
 
-    def seed(self, record: int) -> bytes:
-        """A seed for generators that are not PyTorch's: a record's own."""
-        return hashlib.blake2b(record.to_bytes(8, "little"), digest_size=32, key=self._keys["record"]).digest()
+    def seed(self, record: int, when: str) -> bytes:
+        """A seed for generators that are not PyTorch's: a record's own, another one for each part of a pass."""
+        place = record.to_bytes(8, "little") + when.encode()
+        return hashlib.blake2b(place, digest_size=32, key=self._keys["record"]).digest()
 
     def _words(self, kind: str, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:
         *outer, last = shape or (1,)
@@ -96,6 +108,10 @@ class Source:
             words = cipher_text[: counters.nbytes].view("<u4").reshape(len(part), math.prod(outer), 4 * blocks)
             out[start : start + rows] = words[..., : last * each]
         return out.reshape(len(records), *shape, each)
+
+
+def _subkey(key: bytes, name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=32, key=key, person=b"fodp.site").digest()
 
 
 @dataclass(frozen=True)
@@ -123,8 +139,9 @@ class Site:
         self.foreign = False  # it draws from NumPy's or Python's generator too
         self._draws: tuple[_Draw, ...] = ()
         self._functions: frozenset[Any] | None = None  # of PyTorch's, those that draw; None: any may
-        # Where parts of the forward pass are repeated in the backward pass (checkpointing), that has draws too; it is
-        # looked at in the first passes only, since a mode costs time.
+        # Where parts of the forward pass are repeated in the backward pass, that has draws too. Checkpointing is seen
+        # in the forward pass; for whatever else there may be the first backward passes are looked at, since a mode
+        # costs time.
         self._keyed_backwards: float = _BACKWARDS_LOOKED_AT
 
     def run(
@@ -160,7 +177,7 @@ class Site:
         """Find out which dimension of each draw is the lot's, from two and three copies of one row."""
         seen, drawing = [], set[Any]()
         for copies in (2, 3):
-            recorder = _Keyed(source, None, np.zeros(copies, np.int64))
+            recorder = _Keyed(source.of(self.what), None, np.zeros(copies, np.int64))
             with generators_kept(), recorder, _Functions(recorder, drawing, learns=True):
                 again(torch.zeros(copies, dtype=torch.int64))
             seen.append(recorder.seen)
@@ -191,11 +208,13 @@ class Pass:
     """One run of a site's code over some rows of a lot."""
 
     def __init__(self, site: Site, source: Source | None, records: Tensor):
-        self._site, self._source = site, source
+        self._site, self._source = site, None if source is None else source.of(site.what)
         self._mode: _Keyed | None = None
-        if source is not None and not site.quiet:
+        if self._source is not None and not site.quiet:
             numbers = records.numpy()
-            self._mode = _Keyed(source, None if site.alone else site._draws, numbers[:1] if site.alone else numbers)
+            self._mode = _Keyed(
+                self._source, None if site.alone else site._draws, numbers[:1] if site.alone else numbers
+            )
 
     def forward(self, code: Callable[[], Result]) -> Result:
         """Run the user's code."""
@@ -204,7 +223,7 @@ class Pass:
         # A mode over all operations costs more than one that looks at the functions that are called.
         functions = self._site._functions
         mode = self._mode if functions is None else _Functions(self._mode, functions)
-        with mode, _foreign_seeded(self._source if self._site.foreign else None, self._mode.records):
+        with mode, self._foreign_seeded("forward"):
             result = code()
         if functions is not None and self._mode.missed():
             raise _Missed
@@ -212,14 +231,21 @@ class Pass:
         return result
 
     def backward(self, code: Callable[[], Result]) -> Result:
-        """Run the backward pass, which draws only where a part of the forward pass is repeated in it."""
-        if self._mode is None or not self._site._keyed_backwards:
+        """Run the backward pass, which draws where a part of the forward pass is repeated, or a hook draws."""
+        keyed = self._site._keyed_backwards or self._site.foreign
+        if self._mode is None or not (keyed or self._mode.repeated or self._mode.hidden):
             return code()
         drawn = self._mode.drawn
-        with self._mode:
+        with self._mode, self._foreign_seeded("backward"):
             result = code()
-        self._site._keyed_backwards = math.inf if self._mode.drawn > drawn else self._site._keyed_backwards - 1
+        self._site._keyed_backwards = math.inf if self._mode.drawn > drawn else max(0, self._site._keyed_backwards - 1)
         return result
+
+    def _foreign_seeded(self, when: str) -> AbstractContextManager[None]:
+        """NumPy's and Python's generators as functions of the record, where the site draws from them."""
+        if self._source is None or self._mode is None or not self._site.foreign:
+            return nullcontext()
+        return _foreign_seeded(self._source.seed(int(self._mode.records[0]), when))
 
 
 class OwnPass:
@@ -227,15 +253,22 @@ class OwnPass:
 
     def __init__(self, site: Site, source: Source, records: Tensor):
         self._marks = Marks()
-        self._mode = _Keyed(source, site._draws, records.numpy())
+        self._mode = _Keyed(source.of(site.what), site._draws, records.numpy())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, finished: bool) -> None:
         """Leave PyTorch's generators as they were. A pass that broke off may have drawn less."""
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._marks.restore()
-        if finished:
-            self._mode.refuse_fewer()
+        if not finished:
+            return
+        self._mode.refuse_fewer()
+        if self._mode.repeated:
+            raise PrivacyError(
+                "a checkpointed part of the model draws random numbers (dropout). The backward pass would draw them "
+                "again, for the whole lot and not by record: switch checkpointing off, leave what draws out of it, or "
+                "use fodp.Trainer, which computes the gradients itself"
+            )
 
 
 # --- the state of generators ---------------------------------------------------------------------------------
@@ -296,12 +329,9 @@ def _restore_foreign(state: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _foreign_seeded(source: Source | None, records: npt.NDArray[np.int64]) -> Iterator[None]:
-    """NumPy's and Python's generators as functions of the record, afterwards as before."""
-    if source is None:
-        yield
-        return
-    before, seed = _foreign_state(), source.seed(int(records[0]))
+def _foreign_seeded(seed: bytes) -> Iterator[None]:
+    """NumPy's and Python's generators from this seed, afterwards as before."""
+    before = _foreign_state()
     try:
         random.seed(seed)
         np.random.seed(np.frombuffer(seed, np.uint32))  # noqa: NPY002  the generator that others use
@@ -321,6 +351,7 @@ class _Keyed(TorchDispatchMode):
         self.source, self.records, self._expected = source, records, draws
         self.seen: list[tuple[str, tuple[int, ...]]] = []
         self.drawn = 0
+        self.repeated = self.hidden = False  # whether something was drawn in a checkpointed part, without gradients
         self._numbers: dict[bytes, int] = {}
         self._marks = Marks()
 
@@ -366,6 +397,8 @@ class _Keyed(TorchDispatchMode):
         """
         state = torch.default_generator.get_state().numpy().tobytes()
         self.drawn += 1
+        self.repeated = self.repeated or _is_checkpointed()
+        self.hidden = self.hidden or not torch.is_grad_enabled() or _TOP_HOOKS is None
         number = self._numbers.setdefault(state, len(self._numbers))
         torch.empty((), dtype=torch.int64).random_()
         self._marks.saved = torch.default_generator.get_state()
@@ -385,6 +418,11 @@ class _Keyed(TorchDispatchMode):
                 "for attention with dropout the backend torch.nn.attention.SDPBackend.MATH"
             )
         return result
+
+
+def _is_checkpointed() -> bool:
+    """Whether a part of the forward pass is under way that keeps its tensors otherwise than autograd does."""
+    return _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
 
 
 class _Functions(TorchFunctionMode):

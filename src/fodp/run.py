@@ -111,6 +111,13 @@ class Run:
         self.step += 1
         return self.filter(released)
 
+    def set_augmentation_aside(self) -> None:
+        """From now on records are taken as they are: for audits whose records are no data that could be augmented.
+
+        Copies stay: each record still has that many rows, whose gradients are averaged.
+        """
+        self._augmentation = None
+
     @property
     def clip_norm(self) -> float:
         """C of this step: the plan's, or the adapted one."""

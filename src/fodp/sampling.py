@@ -25,6 +25,7 @@ Collate = Callable[[list[Any]], Any]
 # Entries of tensors that are gathered at once, of lots far larger than usual: a larger piece of memory is asked of
 # the system anew each time, page by page, which takes longer than all that is done with it.
 _FETCHED_AT_ONCE = 2**22
+_FIRST_LOTS = 2  # in which a record is read twice
 
 
 class WordStreams(Protocol):
@@ -154,6 +155,7 @@ class Fetcher:
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
         self._reading, self._collating = Site("the data set"), Site("collate_fn")
+        self._read_twice = 0  # in how many lots a record was read again, to compare
 
     def fetch(self, indices: torch.Tensor, source: Source | None = None, records: torch.Tensor | None = None) -> Any:
         """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
@@ -163,6 +165,9 @@ class Fetcher:
         found = self._read(indices, source, names)
         if source is None or not found:
             return self._collate(found)
+        if self._read_twice < _FIRST_LOTS:
+            self._read_twice += 1
+            self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
         return self._collated(found, source, names)
 
     def alone(self, index: int, source: Source, record: int) -> Any:
@@ -191,6 +196,16 @@ class Fetcher:
             for index, name in zip(indices.tolist(), names, strict=True)
         ]
 
+    @staticmethod
+    def _refuse_unsteady(first: Any, second: Any) -> None:
+        """Raise if one record, read twice with the same random numbers, is two."""
+        if not _alike(first, second):
+            raise PrivacyError(
+                "a record that was read twice, with the same random numbers, was not the same: the data set draws from "
+                "a generator of its own, or remembers what it has read, and one record would change what others draw. "
+                "Let it draw with the global functions of PyTorch, NumPy or Python"
+            )
+
     def _collated(self, found: list[Any], source: Source, names: torch.Tensor) -> Any:
         batch: list[Any] = []
 
@@ -217,6 +232,19 @@ class Fetcher:
                 "what all others draw: draw for each record in the data set, or with PyTorch's functions"
             )
         return batch[0]
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Whether two records are the same, as far as they can be compared."""
+    if isinstance(first, Mapping):
+        return isinstance(second, Mapping) and all(_alike(first[key], second.get(key)) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_alike, first, second))
+    if isinstance(first, torch.Tensor | np.ndarray | float):
+        here, there = (torch.as_tensor(value) for value in (first, second))
+        same = here.shape == there.shape and here.dtype == there.dtype
+        return same and bool(((here == there) | ((here != here) & (there != there))).all())
+    return not isinstance(first, int | str | bytes) or first == second
 
 
 def collate_lot(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:

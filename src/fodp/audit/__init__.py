@@ -56,20 +56,26 @@ def audit(
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
+    secure: bool | None = None,
     progress: Callable[[str, float], None] = lambda attack, done: None,
 ) -> Report:
     """The chosen attacks on a plan and the pipeline that `make` builds for it.
 
     `make(model, loss_fn, dataset, plan)` returns a fresh trainer; give your own to audit your augmentation, your
-    optimizer or your run. `dataset` and `canaries` are tensors or a `TensorDataset`. With a correct pipeline the
-    whole report is consistent with probability `confidence` at least. `progress` is told an attack and how far it is.
+    optimizer or your run. Replay and one-run attack your model with all of that, its loss and its random numbers
+    included; painted gradients and made-up records leave the augmentation out. `secure` True or False runs everything
+    in that mode; None runs the plan in its own and the replay in both. Secure runs take a key made from `seed`, so
+    that an audit can be repeated. `dataset` and `canaries` are tensors or a `TensorDataset`. With a correct pipeline
+    the whole report is consistent with probability `confidence` at least. `progress` is told an attack and how far it
+    is.
     """
     _checks.open_fraction("confidence", confidence)
     chosen = [_checks.one_of("attack", attack, ATTACKS) for attack in attacks]
     each = 1 - (1 - confidence) / 3  # the replay is deterministic and needs no share
 
     def attack(name: str) -> Finding:
-        common: dict[str, Any] = {"make": make, "seed": seed, "progress": functools.partial(progress, name)}
+        told = functools.partial(progress, name)
+        common: dict[str, Any] = {"make": make, "seed": seed, "secure": secure, "progress": told}
         if name == "mechanism":
             return attack_mechanism(plan, trials=trials, confidence=each, **common)
         if name == "sampling":

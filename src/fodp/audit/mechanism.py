@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from fodp import _checks
 from fodp.audit.bounds import epsilon_at_exposure, exposure_lower
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
 from fodp.plan import Plan
 
 TENSORS = 3
@@ -42,11 +41,13 @@ def attack_mechanism(
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
+    secure: bool | None = None,
     progress: Progress = silent,
 ) -> Finding:
     """A lower bound on ε from `trials` guesses for each direction of the gradient (each tensor, and all at once).
 
-    None makes as many as show an error of a tenth in the noise, and not more than 400 000.
+    None makes as many as show an error of a tenth in the noise, and not more than 400 000. `secure` None runs the
+    plan in its own mode; a secure one takes its key from the audit's seed.
 
     Guarantee: if every step adds independent Gaussian noise of the promised multiplier to a sum in which one example
     moves by at most its bound, the bound exceeds the plan's ε with probability at most 1 - confidence. It is tight:
@@ -58,9 +59,10 @@ def attack_mechanism(
     guesses = _Guesses()
     generator = torch.Generator().manual_seed(seed)
     while guesses.steps < turns:
-        everyone = rehearsal(plan, seed + guesses.steps, sampling_rate=1.0)
+        turn = seed + guesses.steps
+        everyone = rehearsal(plan, turn, secure, sampling_rate=1.0)
         try:
-            _attack_run(everyone, make, turns, guesses, generator, progress)
+            _attack_run(everyone, turn, make, turns, guesses, generator, progress)
         except Refused as refusal:
             return refused("mechanism", plan, refusal)
     return _finding(plan, guesses, confidence)
@@ -87,15 +89,20 @@ class _Guesses:
 
 
 def _attack_run(
-    plan: Plan, make: MakeTrainer, turns: int, guesses: _Guesses, generator: torch.Generator, progress: Progress
+    plan: Plan,
+    seed: int,
+    make: MakeTrainer,
+    turns: int,
+    guesses: _Guesses,
+    generator: torch.Generator,
+    progress: Progress,
 ) -> None:
     """One run of the plan, or of as many steps as are wanted."""
     present = {d: _half(generator) for d in DIRECTIONS}
     members = np.concatenate([np.ones(OTHERS, dtype=bool), *present.values()])
     canvas = Canvas(TENSORS, WIDTH)
-    records = TensorDataset(torch.from_numpy(np.flatnonzero(members)))
     canvas.show(torch.zeros(len(members), TENSORS, WIDTH))
-    run = make(canvas, Canvas.losses, records, plan).run
+    run = painted(make, canvas, torch.from_numpy(np.flatnonzero(members)), plan, seed).run
     past: list[Array] = []
     for step in range(min(plan.steps, turns - guesses.steps)):
         painting, places = _paint(LOUD * plan.clip_norm, generator)

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from fodp import _checks
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import MakeTrainer, columns, plain_trainer, rehearsal
-from fodp.clipping.engine import LossFunction
+from fodp.audit.subject import MakeTrainer, columns, made, plain_trainer, rehearsal
+from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.gradients import Gradients
 from fodp.plan import Plan
 from fodp.training.callbacks import Callback
@@ -37,14 +37,16 @@ def attack_training(
     looks: int = 50,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
+    secure: bool | None = None,
     progress: Progress = silent,
 ) -> Finding:
     """A lower bound on ε from one training of the whole plan on the data and about half of the `canaries`.
 
     Guarantee: if the training is (ε, δ)-private, the bound exceeds ε with probability at most 1 - confidence,
     whatever the model, the method and the canaries are. δ is the plan's, or smaller where the confidence demands it;
-    the claimed ε is that of the plan at the same δ. The auditor looks at the model `looks` times. The finding is
-    computed from the data without noise: publish it only if the data is public.
+    the claimed ε is that of the plan at the same δ. The auditor looks at the model `looks` times, without the
+    augmentation. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's seed. The
+    finding is computed from the data without noise: publish it only if the data is public.
     """
     _checks.open_fraction("confidence", confidence)
     rows, candidates = columns(dataset), columns(canaries)
@@ -52,9 +54,8 @@ def attack_training(
     coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
     both = zip(rows, candidates, strict=True)
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
-    seeded = rehearsal(plan, seed)
     spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
-    trainer = make(copy.deepcopy(model), loss_fn, members, seeded)
+    trainer = made(make, copy.deepcopy(model), loss_fn, members, rehearsal(plan, seed, secure), seed)
     trainer.callbacks.append(spy)
     try:
         with stepping():
@@ -106,7 +107,8 @@ class _Spy(Callback):
         self.scores = torch.zeros(len(canaries[0]), dtype=torch.float64)
 
     def on_start(self, trainer: Trainer) -> None:
-        """The first look."""
+        """The first look, with an engine of its own: the run's is to look at the run's lots first."""
+        self._engine = Engine(trainer.model, self._loss_fn)
         self._losses, self._norms = self._look(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
@@ -119,6 +121,12 @@ class _Spy(Callback):
         self._losses, self._norms = losses, norms
 
     def _look(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
+        """Losses and norms; what the model draws is the same in all looks, so that they can be compared."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self._measure(trainer.model)
+
+    def _measure(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
         losses: list[Tensor] = []
         for start in range(0, len(self.scores), CHUNK):
@@ -128,9 +136,9 @@ class _Spy(Callback):
                 found.append(norms)
                 return norms
 
-            Gradients(trainer.run.engine, batch).count(keep)  # asked only to be shown the norms
+            Gradients(self._engine, batch).count(keep)  # asked only to be shown the norms
             with torch.no_grad():
-                losses.append(self._loss_fn(trainer.model, batch).detach())
+                losses.append(self._loss_fn(model, batch).detach())
         return torch.cat(losses).double().cpu(), torch.cat(found).double().cpu()
 
 

@@ -2,20 +2,21 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from fodp.audit.report import Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, columns, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, MakeTrainer, columns, made, painted, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
 from fodp.clipping.gradients import FLOAT_TOLERANCE
 from fodp.plan import Plan
+from fodp.training.trainer import Trainer
 
 ROWS = 24
 PLACES = {"huge": 3, "ordinary": 10, "zero": 15, "not finite": 20}  # rows of the odd examples
@@ -31,6 +32,7 @@ def replay_neighbours(
     steps: int = 6,
     rate: float = 0.7,
     seed: int = 0,
+    secure: bool | None = None,
     progress: Progress = silent,
 ) -> Finding:
     """Train on some rows of the data, then again without one of them and with everything else the same.
@@ -38,29 +40,70 @@ def replay_neighbours(
     Given the transcript, bounds, noise, rates and all that leaves the run must be the same with and without the
     example, to the last bit; only the queries' values may differ, by at most their bound. The examples taken away
     are an ordinary one and planted ones: huge, zero and not finite. The same is done with painted gradients instead
-    of a model, where one example can be as adverse as one likes. The sampling rate is raised so that they take part;
-    dropout is switched off, for its masks move with the size of a lot. Deterministic: a fault is a fault.
+    of a model, where one example can be as adverse as one likes. The sampling rate is raised so that they take part.
+
+    The model, the loss and the augmentation draw as they do in training: what they draw for the others must not
+    change with the example. `secure` None replays in both modes, seeded and secure; both runs of a secure pair take
+    one key, made from the audit's seed. Deterministic: a fault is a fault.
     """
-    loud = rehearsal(plan, seed, sampling_rate=rate)
     steps = min(steps, plan.steps)
     faults: list[str] = []
     ratios: list[float] = []
+    problems = list(_problems(plan, model, loss_fn, dataset, make, rate, seed, secure))
     try:
-        for place, problem in enumerate([(_still(model), loss_fn, *plant(dataset, seed)), paint(plan.clip_norm, seed)]):
-            subject, losses, full, odd = problem
-            whole = record(make(copy.deepcopy(subject), losses, full, loud), steps=steps)
-            faults += event_faults(loud, whole, steps)
-            for done, (kind, row) in enumerate(odd.items(), start=1):
-                less = TensorDataset(*(column[torch.arange(ROWS) != row] for column in full.tensors))
-                trainer = make(copy.deepcopy(subject), losses, less, loud)
-                part = record(trainer, steps=steps, of=whole, without=row)
-                faults += differences(whole, part, kind)
+        for place, problem in enumerate(problems):
+            whole = record(problem.trainer(problem.full), steps=steps)
+            faults += event_faults(problem.plan, whole, steps)
+            for done, (kind, row) in enumerate(problem.odd.items(), start=1):
+                less = TensorDataset(*(column[torch.arange(ROWS) != row] for column in problem.full.tensors))
+                part = record(problem.trainer(less), steps=steps, of=whole, without=row)
+                faults += differences(whole, part, f"{kind} ({problem.mode})")
                 both = zip(whole.releases, part.releases, strict=False)
                 ratios += [_moved(a.value, b.value) / a.bound for a, b in both]
-                progress((place + done / len(odd)) / 2)
+                progress((place + done / len(problem.odd)) / len(problems))
     except Refused as refusal:
         return refused("replay", plan, refusal)
     return _finding(plan, faults, ratios)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A pipeline, data for it, and which rows are taken away."""
+
+    plan: Plan
+    trainer: Callable[[TensorDataset], Trainer]
+    full: TensorDataset
+    odd: dict[str, int]
+
+    @property
+    def mode(self) -> str:
+        return "secure" if self.plan.seed is None else "seeded"
+
+
+def _problems(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    dataset: Any,
+    make: MakeTrainer,
+    rate: float,
+    seed: int,
+    secure: bool | None,
+) -> Iterator[_Problem]:
+    """The real model in every mode that is asked for, and painted gradients in one."""
+    full, odd = plant(dataset, seed)
+    for mode in (False, True) if secure is None else (secure,):
+        loud = rehearsal(plan, seed, mode, sampling_rate=rate)
+
+        def trainer(rows: TensorDataset, loud: Plan = loud) -> Trainer:
+            return made(make, copy.deepcopy(model), loss_fn, rows, loud, seed)
+
+        yield _Problem(loud, trainer, full, odd)
+    loud = rehearsal(plan, seed, secure, sampling_rate=rate)
+    canvas, records, painted_odd = paint(plan.clip_norm, seed)
+    yield _Problem(
+        loud, lambda rows: painted(make, copy.deepcopy(canvas), rows.tensors[0], loud, seed), records, painted_odd
+    )
 
 
 def plant(dataset: Any, seed: int = 0) -> tuple[TensorDataset, dict[str, int]]:
@@ -79,7 +122,7 @@ def plant(dataset: Any, seed: int = 0) -> tuple[TensorDataset, dict[str, int]]:
     return TensorDataset(*picked), PLACES if floating else {"ordinary": PLACES["ordinary"]}
 
 
-def paint(clip_norm: float, seed: int = 0) -> tuple[Canvas, LossFunction, TensorDataset, dict[str, int]]:
+def paint(clip_norm: float, seed: int = 0) -> tuple[Canvas, TensorDataset, dict[str, int]]:
     """Painted gradients of all lengths; of the odd ones, "opposed" is long and against the sum of the ordinary ones."""
     canvas = Canvas(tensors=3, width=4)
     rows = torch.randn(ROWS, 3, 4, generator=torch.Generator().manual_seed(seed))
@@ -91,12 +134,7 @@ def paint(clip_norm: float, seed: int = 0) -> tuple[Canvas, LossFunction, Tensor
     rows[odd["zero"]] = 0
     rows[odd["not finite"]] = math.nan
     canvas.show(rows)
-    return (
-        canvas,
-        Canvas.losses,
-        TensorDataset(torch.arange(ROWS)),
-        {f"painted {kind}": row for kind, row in odd.items()},
-    )
+    return canvas, TensorDataset(torch.arange(ROWS)), {f"painted {kind}": row for kind, row in odd.items()}
 
 
 def differences(whole: Tape, part: Tape, kind: str) -> list[str]:
@@ -124,15 +162,6 @@ def differences(whole: Tape, part: Tape, kind: str) -> list[str]:
 
 def _moved(a: Tensor, b: Tensor) -> float:
     return (a - b).norm().item()
-
-
-def _still(model: nn.Module) -> nn.Module:
-    """A copy without dropout."""
-    copied = copy.deepcopy(model)
-    for module in copied.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-    return copied
 
 
 def _finding(plan: Plan, faults: list[str], ratios: list[float]) -> Finding:

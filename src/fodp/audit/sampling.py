@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import stats
-from torch.utils.data import TensorDataset
 
 from fodp import _checks
 from fodp.audit.bounds import two_sided
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record
 from fodp.plan import Plan
 from fodp.sampling import Lot
@@ -33,6 +32,7 @@ def check_sampling(
     steps: int | None = None,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
+    secure: bool | None = None,
     progress: Progress = silent,
 ) -> Finding:
     """Runs the plan's method on made-up records and counts.
@@ -40,7 +40,8 @@ def check_sampling(
     Every step must emit the promised events, whoever was drawn and if nobody was; over many steps, each record must
     be drawn at the declared rate, independently of the others, of other steps and of other lots. Exact binomial
     tests, and a moment-matched one for the spread of lot sizes; a correct sampler fails with probability
-    1 - confidence at most.
+    1 - confidence at most. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's
+    seed.
     """
     _checks.open_fraction("confidence", confidence)
     rate = plan.sampling_rate
@@ -48,10 +49,10 @@ def check_sampling(
     turns = steps or min(MOST_STEPS, max(200, math.ceil(40 / rate)))
     faults: list[str] = []
     try:
-        short, longer = rehearsal(plan, seed, steps=FEW_STEPS), rehearsal(plan, seed, steps=turns)
-        few = _tape(short, make, FEW_RECORDS, silent)
+        short, longer = (rehearsal(plan, seed, secure, steps=steps) for steps in (FEW_STEPS, turns))
+        few = _tape(short, make, FEW_RECORDS, seed, silent)
         faults += [f"{FEW_RECORDS} records: {f}" for f in event_faults(short, few)]
-        tape = _tape(longer, make, size, progress)
+        tape = _tape(longer, make, size, seed, progress)
         faults += [f"{size} records: {f}" for f in event_faults(longer, tape)]
     except Refused as refusal:
         return refused("sampling", plan, refusal)
@@ -61,11 +62,10 @@ def check_sampling(
     return _finding(plan, faults, p_values, tape, size, confidence)
 
 
-def _tape(plan: Plan, make: MakeTrainer, size: int, progress: Progress) -> Tape:
+def _tape(plan: Plan, make: MakeTrainer, size: int, seed: int, progress: Progress) -> Tape:
     canvas = Canvas(tensors=1, width=2)
     canvas.show(torch.full((size, 1, 2), plan.clip_norm))
-    trainer = make(canvas, Canvas.losses, TensorDataset(torch.arange(size)), plan)
-    return record(trainer, watch=False, progress=progress)
+    return record(painted(make, canvas, size, plan, seed), watch=False, progress=progress)
 
 
 def _tests(tape: Tape, size: int) -> Iterator[tuple[str, float]]:

@@ -1,6 +1,8 @@
 """What is attacked: anything that makes a trainer for a model, a loss, data and a plan."""
 
+import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from fodp._checks import PrivacyError
 from fodp.clipping.engine import LossFunction
+from fodp.noise import keyed_from
 from fodp.plan import Plan
 from fodp.training.trainer import Trainer
 
@@ -55,9 +58,31 @@ class Canvas(nn.Module):
         return model(model.gradients[batch[0]])
 
 
-def rehearsal(plan: Plan, seed: int, **changes: Any) -> Plan:
-    """The plan as an audit runs it: seeded, with these changes, and accounted fast, for nobody asks for its ε."""
-    return replace(plan, accountant="rdp", **{"seed": seed, **changes})
+def rehearsal(plan: Plan, seed: int, secure: bool | None = None, **changes: Any) -> Plan:
+    """The plan as an audit runs it: with these changes, and accounted fast, for nobody asks for its ε.
+
+    `secure` None leaves a secure plan secure and a seeded one seeded, with the audit's seed.
+    """
+    stays_secure = plan.seed is None if secure is None else secure
+    return replace(plan, accountant="rdp", **{"seed": None if stays_secure else seed, **changes})
+
+
+def made(make: MakeTrainer, model: nn.Module, loss_fn: LossFunction, dataset: Any, plan: Plan, seed: int) -> Trainer:
+    """A fresh trainer of the pipeline under audit; a secure one takes its key from the audit's seed, to be repeatable.
+
+    The code that runs is that of secure runs; only where the key comes from differs.
+    """
+    key = hashlib.blake2b(b"%d" % seed, digest_size=32, person=b"fodp.audit").digest()
+    with keyed_from(key) if plan.seed is None else nullcontext():
+        return make(model, loss_fn, dataset, plan)
+
+
+def painted(make: MakeTrainer, canvas: "Canvas", records: int | Tensor, plan: Plan, seed: int) -> Trainer:
+    """The pipeline on painted gradients, without its augmentation: that is written for real records."""
+    numbers = torch.arange(records) if isinstance(records, int) else records
+    trainer = made(make, canvas, Canvas.losses, TensorDataset(numbers), plan, seed)
+    trainer.run.set_augmentation_aside()
+    return trainer
 
 
 def columns(dataset: Any) -> tuple[Tensor, ...]:

@@ -96,8 +96,10 @@ def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -
         if of is not None and (run.step, lot.name) in of.lots:
             drawn = of.lots[run.step, lot.name].indices
             others = drawn[drawn != without]
-            # The run knows this very lot, so its records are exchanged in place.
+            # The run knows this very lot, so its records are exchanged in place. They keep their numbers, under which
+            # they draw: who comes after the missing one has another place in the data, and is the same record.
             object.__setattr__(lot, "indices", others - (others > without).long())
+            object.__setattr__(lot, "names", others)
         tape.lots[run.step, lot.name] = lot
         last[:] = [lot]
         return lot

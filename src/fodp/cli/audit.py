@@ -5,7 +5,6 @@ import json
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, metavar="N", help="guesses per direction of the mechanism attack (default: by the noise)")
     add("--canaries", type=int, metavar="M", default=1000, help="canaries of the one-run attack, default 1000")
     add("--confidence", type=float, metavar="P", help="of the bounds; default 1 - 1e-6 for the whole audit")
-    add("--seed", type=int, default=0, help="of masks, noise and canaries, default 0; an audit is always seeded")
+    add("--seed", type=int, default=0, help="of masks, noise and canaries, default 0; secure runs take a key from it")
     add("--out", metavar="DIR", help="write audit.json and audit.png there")
     add("--json", action="store_true", help="the last line on stdout is the report as JSON")
     add("--quiet", action="store_true", help="no progress bars")
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         _make(Path(options.out))  # before the work, not after it
     use_threads(options)
     splits = load_data(config, options)
-    plan = replace(make_plan(config, splits), seed=options.seed)
+    plan = make_plan(config, splits)
     torch.manual_seed(options.seed)
     canaries = audit.random_canaries(splits.train, options.canaries, splits.card.classes, seed=options.seed)
     asked: dict[str, Any] = {"trials": options.trials, "seed": options.seed, "attacks": options.attack or audit.ATTACKS}

@@ -22,9 +22,7 @@ class Caller:
     def __init__(self, device: str):
         kinds = {"cpu", device}
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in sorted(kinds)
-            if torch.is_autocast_enabled(kind)
+            (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
         ]
         switches = _CPU_SWITCHES if device == "cpu" else _SWITCHES
         self._products = {name: mode for name in switches if (mode := _mode_of(name)) not in _EXACT}
@@ -36,7 +34,7 @@ class Caller:
             yield
             return
         with ExitStack() as stack:
-            for kind, _, _ in self._autocast:
+            for kind, _ in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             for name in self._products:
                 stack.enter_context(_switched(name, "ieee"))
@@ -47,8 +45,10 @@ class Caller:
         if not self._autocast:
             return nullcontext()
         stack = ExitStack()
-        for kind, dtype, cache in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        for kind, dtype in self._autocast:
+            # Without its cache, which outlives a pass while the caller's autocast lasts: it would give the loss the
+            # weights of an earlier step, or of another point.
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         return stack
 
     def products(self) -> AbstractContextManager[Any]:

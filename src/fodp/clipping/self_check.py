@@ -41,11 +41,14 @@ def tolerance(half_precision: bool) -> float:
 def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
     """Raise if an example's loss depends on randomness of its own making, or on what is trained elsewhere."""
     one: Keyed = take(_with_draws(batch), slice(0, 1))
-    seen: list[Tensor] = []
+    seen: list[tuple[Tensor, list[Tensor]]] = []
+
+    def trainable() -> list[Tensor]:
+        return [parameter for parameter in engine.layout.parameters if parameter.requires_grad]
 
     def look() -> None:
-        losses, _ = engine._differentiate(_copied(one), tuple, single=True)
-        seen.append(losses)
+        losses, found = engine._differentiate(_copied(one), trainable, single=True)
+        seen.append((losses, [gradient for gradient in found if gradient is not None]))
 
     with _buffers_kept(engine.model):
         if engine.site.quiet:
@@ -55,14 +58,23 @@ def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
         if engine.site.foreign:  # from now on with generators that are the record's own
             look()
             look()
-    first, second = seen[-2:]
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-6, equal_nan=True):
+    (first, gradients), (second, others) = seen[-2:]
+    if not _close(first, second) or len(gradients) != len(others) or not all(map(_close, gradients, others)):
         raise PrivacyError(
-            "two passes over one example with the same random numbers gave two losses: the model or the loss draws "
-            "from a generator of its own, or remembers earlier passes, and one example would change what others draw. "
-            "Draw with PyTorch's functions (torch.rand, dropout, ...) and without a generator object of NumPy's"
+            "two passes over one example with the same random numbers gave two losses or gradients: the model or the "
+            "loss draws from a generator of its own, or remembers earlier passes, and one example would change what "
+            "others draw. Draw with PyTorch's functions (torch.rand, dropout, ...) and without a generator object of "
+            "NumPy's"
         )
     _refuse_outside_leaves(engine, second, one)
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-3, atol=1e-6 + 1e-3 * _largest(first), equal_nan=True)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.detach().nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
 
 
 def _refuse_outside_leaves(engine: "Engine", losses: Tensor, one: Batch) -> None:

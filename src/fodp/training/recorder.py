@@ -255,6 +255,8 @@ class Recorder(Engine):
                 self._look_at_losses(batch)
                 if self._padded is not None:
                     self._padded.refuse_difference(self, leaves, places, form)
+        except Unseparable as reason:
+            self._take_loop(str(reason))
         finally:
             self._checking = False
             del self._rebuild

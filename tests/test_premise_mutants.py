@@ -1,0 +1,35 @@
+"""Faults that were silent once, brought back: the test that stands for each in docs/audit.md fails."""
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+from mutants_for_tests import UNSEEN
+from rules_page import TESTS, _marked
+from test_premise import neighbours, pair  # noqa: F401  fixtures
+
+PLANTED = [mutant for mutant in UNSEEN if mutant.plant is not None]
+COMING = {"test_fuzz.py"}  # files of tests that are written beside this one
+
+
+@pytest.mark.parametrize("mutant", UNSEEN, ids=str)
+def test_the_named_test_exists(mutant):
+    file, _, name = mutant.test.partition("::")
+    if file in COMING and not (TESTS / file).exists():
+        pytest.skip("comes with the code that it tests")
+    assert name in [found for found, _ in _marked(ast.parse((TESTS / file).read_text()).body, "", ())]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:per-example gradients")
+@pytest.mark.parametrize("mutant", PLANTED, ids=str)
+def test_the_named_test_fails_with_the_fault(mutant, request, monkeypatch):
+    file, _, name = mutant.test.partition("::")
+    test = getattr(importlib.import_module(file.removesuffix(".py")), name)
+    wanted = [argument for argument in inspect.signature(test).parameters if argument not in mutant.given]
+    given = {**mutant.given, **{argument: request.getfixturevalue(argument) for argument in wanted}}
+    mutant.plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test(**given)
