@@ -439,7 +439,8 @@ class _Functions(TorchFunctionMode):
             if self._mode.drawn > before:
                 self._drawing.add(func)
             return result
-        if func in self._drawing:
+        # A generator object of the user's own leaves no trace in PyTorch's, by which anything else would be noticed.
+        if func in self._drawing or (kwargs and kwargs.get("generator") is not None):
             with self._mode:
                 return func(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
