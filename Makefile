@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak clean
+.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak fuzz clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -13,7 +13,7 @@ test: $(INSTALLED)  ## create the environment and run the tests
 
 # The tests of report.html use a real browser if there is one (Debian: apt-get install chromium).
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tensorboard,bench]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench]"
 	$(BIN)/python -m pytest -n auto
 
 check: lint types test  ## format, lint, types and tests: before every commit
@@ -37,7 +37,7 @@ docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp report
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,bench]"
 	$(BIN)/fodp bench --all --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
@@ -52,11 +52,14 @@ bench-compile: $(INSTALLED)  ## what torch.compile does for plain training
 soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
 
+fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped sum beyond its bound; 1 if there is one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py
+
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab]"
 	touch $(INSTALLED)
 
 clean:

@@ -6,8 +6,8 @@ import time
 import torch
 from torch.nn import functional as F
 
-from fodp.bench.contenders import Step
-from fodp.bench.workloads import WORKLOADS, Workload
+from fodp_lab.bench.contenders import Step
+from fodp_lab.bench.workloads import WORKLOADS, Workload
 
 ROUNDS, BURST = 15, {"mlp": 20, "transformer": 1}
 

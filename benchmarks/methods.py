@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 
 from fodp._malloc import keep_freed_memory
-from fodp.bench.steps import private
-from fodp.bench.workloads import WORKLOADS
 from fodp.methods import METHODS
+from fodp_lab.bench.steps import private
+from fodp_lab.bench.workloads import WORKLOADS
 
 BURST = 30  # steps in a row before the next contender: training runs in a steady state
 

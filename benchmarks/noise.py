@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
+from fodp.clipping import Engine, Gradients
 from fodp.exact import rounded_normals
 from fodp.models import cross_entropy
 from fodp.noise import Streams
+from fodp_lab.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
 
 BURST = 20
 
@@ -36,13 +37,14 @@ def report(title: str, times: dict[str, list[float]], base: str) -> dict[str, fl
     return found
 
 
-def rounding_of_sums(data: TensorDataset) -> float:
+def rounding_of_sums(data: TensorDataset, exact: bool) -> float:
     """How far s(D) - s(D without its last) is from the last one's own clipped gradient, in units of C."""
-    model, worst = MLP.model(), 0.0
+    engine, worst = Engine(MLP.model(), cross_entropy), 0.0
 
     def total(rows: slice) -> Tensor:
         batch = tuple(tensor[rows] for tensor in data.tensors)
-        return fodp.clipped_sum(model, cross_entropy, batch, 1.0).double()
+        query = Gradients(engine, batch, exact=exact).clipped_sum(1.0)
+        return torch.stack([factor * term.double() for factor, term in query._terms]).sum(0)
 
     for count in (2, 20, 100, MLP.batch, 255):
         apart = total(slice(0, count)) - total(slice(0, count - 1)) - total(slice(count - 1, count))
@@ -92,8 +94,9 @@ def main() -> None:
     milliseconds(draws, 1, BURST)
     results["draw"] = report(f"{size} normals alone", milliseconds(draws, options.rounds, BURST), "torch.normal_")
     results["ledger"] = durability(data, options.rounds)
-    results["rounding"] = {"of C": rounding_of_sums(data)}
+    results["rounding"] = {"of C": rounding_of_sums(data, False), "of C, exact": rounding_of_sums(data, True)}
     print(f"rounding of float32 sums when one example leaves: at most {results['rounding']['of C']:.1e} of C")
+    print(f"the same of exact sums, by gradients alone: at most {results['rounding']['of C, exact']:.1e} of C")
     if options.json:
         print(json.dumps(results))
 

@@ -67,10 +67,10 @@ LATER = {25: "It comes with the next work on the ledger."}
 def guards() -> dict[int, list[tuple[str, str]]]:
     """For every rule, the (file, test) pairs that are marked with it, in the order of the files."""
     found: dict[int, list[tuple[str, str]]] = {number: [] for number in RULES}
-    for file in sorted(TESTS.glob("test_*.py")):
+    for file in sorted(TESTS.rglob("test_*.py")):
         for name, numbers in _marked(ast.parse(file.read_text(encoding="utf-8")).body, "", ()):
             for number in numbers:
-                found.setdefault(number, []).append((file.name, name))
+                found.setdefault(number, []).append((file.relative_to(TESTS).as_posix(), name))
     return found
 
 

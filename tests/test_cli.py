@@ -399,12 +399,3 @@ class TestMethodsAndAccounting:
         assert "width=64.0" in capsys.readouterr().out
         assert main(["methods", "none-such"]) == 2
         assert "block-dp-sgd" in capsys.readouterr().err
-
-
-def test_help_of_reproduce_names_every_experiment(capsys):
-    from fodp.experiments.catalog import NAMES
-
-    with pytest.raises(SystemExit):
-        main(["reproduce", "--help"])
-    said = capsys.readouterr().out
-    assert [name for name in NAMES if name not in said] == []

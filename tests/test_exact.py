@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import exact, mechanism
+from fodp.clipping import Engine, Gradients
 from fodp.exact import CELLS, SUM_ALLOWANCE, decide, raised, rounded_normals
 from fodp.mechanism import Query
 from fodp.noise import Streams
@@ -160,8 +161,10 @@ def test_raised_noise_pays_for_rounding(std, bound, size):
         assert apart <= bound + grid * math.sqrt(size)
 
 
-def test_the_allowance_covers_what_float32_sums_do():
-    """Removing an example changes the float32 sum by its own gradient, and by rounding of all others' far below."""
+@pytest.mark.rule(19)
+@pytest.mark.parametrize("exactly", [True, False])
+def test_the_allowance_covers_what_rounding_does(exactly):
+    """Removing an example changes the sum by its own gradient, and by rounding of all others' far below."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 64), nn.Tanh(), nn.Linear(64, 10))
     images, labels = torch.randn(400, 300), torch.randint(10, (400,))
@@ -170,13 +173,28 @@ def test_the_allowance_covers_what_float32_sums_do():
         def loss(m, batch):
             return functional.cross_entropy(m(batch[0]), batch[1], reduction="none")
 
-        return fodp.clipped_sum(model, loss, (images[rows], labels[rows]), 1.0).double()
+        query = Gradients(Engine(model, loss), (images[rows], labels[rows]), exact=exactly).clipped_sum(1.0)
+        return sum(factor * term.double() for factor, term in query._terms)
 
     worst = 0.0
     for count in (2, 17, 64, 399, 400):
         rows = torch.arange(count)
         worst = max(worst, float((total(rows) - total(rows[:-1]) - total(rows[-1:])).norm()))
     assert 0 < worst < SUM_ALLOWANCE / 10
+
+
+def test_an_exact_sum_is_released_with_what_float32_leaves_of_it():
+    """Two neighbours that float32 cannot tell apart: the grid of small noise can, once 64 is taken from both."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def cells(*rows):
+        batch = (torch.tensor(rows).view(-1, 1),)
+        query = Gradients(Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop"), batch, exact=True).clipped_sum(1.0)
+        released = exact.release(query + torch.tensor([-64.0]), 1e-4, SEEDED, 0, "noise")
+        return float(released) / (raised(1e-4, 1.0, 1) / CELLS)
+
+    whole, part = cells(*[1.0] * 64, 2.0**-20), cells(*[1.0] * 64)
+    assert whole - part == pytest.approx(2.0**-20 * CELLS / 1e-4, rel=0.01)
 
 
 def test_sums_and_models_beyond_the_grid_are_refused():

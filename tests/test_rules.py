@@ -35,7 +35,7 @@ def test_markers_are_read_as_pytest_reads_them(source, expected):
 
 def test_no_marker_is_set_in_a_way_the_page_does_not_see():
     """Each mention of the marker in a test file is a decorator that was counted."""
-    for file in TESTS.glob("test_*.py"):
+    for file in TESTS.rglob("test_*.py"):
         if file.name == "test_rules.py":
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))

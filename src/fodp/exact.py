@@ -14,8 +14,9 @@ round(N) is exact. N = √(-2 ln U)·cos(πV) is computed in float64 from 64-bit
 to a half for float64 to tell, or the word is extreme, more random bits and more digits decide. This takes
 PyTorch's float64 log, sqrt, sin and cos to be right to 16 units in the last place (they promise 1), and nothing else.
 
-What it does not cover: the clipped sum is computed in float32, whose rounding depends on the whole lot.
-`SUM_ALLOWANCE` widens the bound for it; that this suffices is measured, not proved. Timing is not covered either.
+The clipped sum comes as a float64 sum (`Gradients.exact`), whose rounding is below 1e-10 of the bound. What is not
+covered: gradients themselves are float32, and a library may round otherwise in a larger lot. `SUM_ALLOWANCE` widens the
+bound for that; that this suffices is measured, not proved. Timing is not covered either.
 """
 
 import math
@@ -31,7 +32,7 @@ from fodp.mechanism import Query
 from fodp.sampling import WordStreams
 
 CELLS: Final = 2**20  # grid cells in one standard deviation
-SUM_ALLOWANCE: Final = 1e-4  # of the bound, for float32 rounding inside the clipped sum
+SUM_ALLOWANCE: Final = 1e-4  # of the bound, for gradients that round by the size of the lot; measured: below 1e-6
 _BLOCK: Final = 32768  # pairs at a time, so that scratch stays in a core's cache
 
 # The error of float64 in units of the grid is below 2^-22 for words in the bulk (word = U·2⁶⁴): √(-2 ln U) turns

@@ -150,7 +150,8 @@ class Run:
         """
         place = self._place(lot)
         self.engine.look_again = self._looks_again()
-        asked = Gradients(self.engine, self._batch(lot), at, self._copies, self._microbatch, lot, ascent=ascent)
+        batch, exactly = self._batch(lot), self.plan.exact_noise
+        asked = Gradients(self.engine, batch, at, self._copies, self._microbatch, lot, ascent=ascent, exact=exactly)
         if blocks is not None:
             asked = asked.scaled(blocks)
         self._asked[place] = asked

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
 from fodp._checks import PrivacyError
+from fodp._extras import MissingExtra, need
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from fodp.accounting import rounded_up
-    from fodp.audit.plot import plot_report
     from fodp.audit.report import SHOWN
 
     table = Table("attack", "", "epsilon at least", "claimed", "at delta", "false alarms")
@@ -134,17 +134,24 @@ def _show(report: "Report", options: argparse.Namespace) -> None:
     console.print(f"{report.plan.method}: {verdict}", markup=False, highlight=False, soft_wrap=True)
     result = report.to_dict()
     if options.out is not None:
-        folder = Path(options.out)
-        try:
-            (folder / "audit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            plot_report(report, folder / "audit.png")
-        except OSError as error:
-            raise _cannot_write(folder, error) from None
-        console.print(
-            f"wrote {folder}/audit.json and {folder}/audit.png", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(_write(report, Path(options.out)), markup=False, highlight=False, soft_wrap=True)
     if options.json:
         print(json.dumps(result))
+
+
+def _write(report: "Report", folder: Path) -> str:
+    """Write the report down, draw it if that is possible, and say what was done."""
+    from fodp.audit.plot import plot_report
+
+    try:
+        (folder / "audit.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        need("matplotlib", "a picture", extra="plots")
+        plot_report(report, folder / "audit.png")
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    except MissingExtra as error:
+        return f"wrote {folder}/audit.json; no picture was drawn: {error}"
+    return f"wrote {folder}/audit.json and {folder}/audit.png"
 
 
 def _make(folder: Path) -> None:

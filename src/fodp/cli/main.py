@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import fodp
 from fodp._checks import PrivacyError
@@ -13,18 +13,30 @@ from fodp._malloc import keep_freed_memory
 class _Parser(argparse.ArgumentParser):
     """Errors are one line, like all others."""
 
+    refusal: str | None = None  # what a command that is not here answers, whatever follows it
+
+    def parse_known_args(self, *args: Any, **words: Any) -> Any:
+        if self.refusal is not None:
+            raise PrivacyError(self.refusal)
+        return super().parse_known_args(*args, **words)
+
     def error(self, message: str) -> NoReturn:
         raise PrivacyError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands; torch is not loaded for this."""
-    from fodp.cli import commands
+    from fodp.cli.commands import Missing, known
 
     parser = _Parser(prog="fodp", description="Train PyTorch models with differential privacy.")
     parser.add_argument("--version", action="version", version=f"fodp {fodp.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in commands.ALL:
+    missing = []
+    for command in known():
+        if isinstance(command, Missing):
+            subparsers.add_parser(command.name).refusal = command.reason
+            missing.append(command.name)
+            continue
         sub = subparsers.add_parser(
             command.name,
             help=command.help,
@@ -34,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.options(sub)
         sub.set_defaults(run=command.run)
+    if missing:
+        parser.epilog = f"Not installed here: {', '.join(missing)}; each says what it takes."
     return parser
 
 

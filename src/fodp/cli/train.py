@@ -141,6 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> int:
     """Write and print what came out; all of it states one ε."""
+    from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.training.plot import plot_accuracy
 
@@ -157,6 +158,8 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
     except OSError as error:
         print(f"no picture: {folder.plot} could not be written ({error.strerror})", file=sys.stderr)
+    except MissingExtra as error:
+        print(f"no picture was drawn: {error}", file=sys.stderr)
     if result["final_accuracy"] is not None:
         print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
+from fodp.clipping.rounding import gram
 from fodp.clipping.uses import Dense, Outer, chunks, mask, square_sums, wide
 
 _WORTH_A_PRODUCT = 16  # channels: with fewer, many small products cost more than unfolding
@@ -33,6 +34,7 @@ class Convolution(Outer):
         self._groups, self._kernel, self._stride, self._dilation = groups, kernel, stride, dilation
         self.back = self._back_image.flatten(2).unflatten(1, (groups, -1)).mT
         self._held = None
+        self.slack = None
 
     def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Unfolded patches, [b, groups, positions, fan_in]."""
@@ -40,13 +42,14 @@ class Convolution(Outer):
         by_group: Tensor = patches.unflatten(1, (self._groups, -1))
         return by_group.mT
 
-    def gram(self, start: int, stop: int) -> Tensor:
+    def gram(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """From products of pixels, each of which belongs to many patches: fewer of them, and nothing is unfolded."""
         (rows, columns), (height, width) = self._back_image.shape[2:], self._images.shape[2:]
         if (height * width) ** 2 > math.prod(self._kernel) * (rows * columns) ** 2:  # large strides leave pixels out
-            return super().gram(start, stop)
-        pixels = self._images[start:stop].flatten(2).unflatten(1, (self._groups, -1))
-        products = torch.matmul(pixels.mT, pixels).unflatten(3, (height, width)).unflatten(2, (height, width))
+            return super().gram(start, stop, dtype)
+        pixels = self._images[start:stop].to(dtype).flatten(2).unflatten(1, (self._groups, -1))
+        by_pixel, terms = gram(pixels.mT)
+        products = by_pixel.unflatten(3, (height, width)).unflatten(2, (height, width))
         total: Tensor | None = None
         for place in itertools.product(*map(range, self._kernel)):
             down, across = (
@@ -56,7 +59,7 @@ class Convolution(Outer):
             part = products[:, :, down, across, down, across]
             total = part.clone() if total is None else total.add_(part)
         assert total is not None
-        return total.flatten(4, 5).flatten(2, 3)
+        return total.flatten(4, 5).flatten(2, 3), terms + math.prod(self._kernel) - 1
 
     @property
     def fan_in(self) -> int:
@@ -85,7 +88,7 @@ class Convolution(Outer):
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """The library's own weight gradient, of re-weighted back-signals: no unfolding."""
         if self._held is not None and self._held.dim() == 5:  # by place in the kernel
-            total = self._held.new_empty(self._held.shape[1:])
+            total = out.new_empty(self._held.shape[1:])
             Dense(self._held).add_weighted(total, weights, False)
             _give(out, total.permute(2, 3, 0, 1), accumulate)
             return
@@ -97,10 +100,11 @@ class Convolution(Outer):
             self._images.shape[1] // self._groups,
             *self._kernel,
         )
+        weighted = self._back_image * weights[:, None, None, None].to(self._back_image.dtype)
         total = conv2d_weight(
-            self._images,
+            self._images.to(out.dtype),
             shape,
-            self._back_image * weights[:, None, None, None].to(self._back_image.dtype),
+            weighted.to(out.dtype),
             self._stride,
             0,
             self._dilation,

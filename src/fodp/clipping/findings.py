@@ -46,6 +46,9 @@ def check(model: nn.Module) -> list[Finding]:
         elif parameter.is_complex():
             advice = "use two real parameters, for the real and the imaginary part"
             findings.append(Finding("error", name, "a complex parameter", advice))
+        elif parameter.device.type == "mps":
+            advice = "train on the CPU or on CUDA"
+            findings.append(Finding("error", name, "on a device without float64, in which norms are summed", advice))
         elif parameter.is_meta or parameter.numel() == 0:
             advice = "build the model with real weights, and layers of at least one unit"
             findings.append(Finding("error", name, "a parameter without numbers", advice))

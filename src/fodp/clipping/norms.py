@@ -12,21 +12,48 @@ from fodp.clipping.uses import Dense, Product, Use
 
 Uses = Sequence[tuple[Use, float]]
 
+# Units in the last place by which norms are raised. From a sum of squares to a weighted gradient every number is
+# rounded at most nine times by half a unit: square, root, reciprocal, bound, their product; block weight, its product;
+# and the products with the two factors of a gradient.
+_RAISED = 6
+
+
+def norms_of(uses: Uses, examples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+    """Norms of Σ_l b_l·G_{i,l}, and whether all are known to be finite; uses come with their b.
+
+    Never so small that a clipped gradient, as float arithmetic makes it, exceeds its bound (`FLOAT_TOLERANCE`):
+    raised by what rounding may add to sums over positions, and by `_RAISED` for the few roundings that every number
+    goes through.
+    """
+    squares = add_squared_norms(uses, torch.zeros(examples, dtype=torch.float64, device=device))
+    slack = _squared_slack(uses)
+    if slack is not None:
+        squares = squares.sqrt_().add_(slack.sqrt_()).square_()
+    return roots(squares, dtype)
+
 
 def add_squared_norms(uses: Uses, squares: Tensor) -> Tensor:
-    """Add Σ_l b_l²·‖G_{i,l}‖² of every example to `squares`; uses come with their b."""
+    """Add Σ_l b_l²·‖G_{i,l}‖² of every example to `squares`, which are float64; uses come with their b."""
     for use, b in _add_compiled(uses, squares):
         squares.add_(use.squared_norms(), alpha=b**2)
     return squares
 
 
-def roots(squares: Tensor) -> tuple[Tensor, bool]:
-    """The roots, in place, and whether all are known to be finite: an accelerator would make us wait for that."""
-    library = kernels.library_for(squares)
+def _squared_slack(uses: Uses) -> Tensor | None:
+    """Σ_l b_l²·slack_{i,l}²: what rounding adds to one parameter's gradient is orthogonal to that of another's."""
+    known = [(use.slack, b) for use, b in uses if use.slack is not None]
+    return torch.stack([slack.square() * b**2 for slack, b in known]).sum(0) if known else None
+
+
+def roots(squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The roots, raised and in this type, and whether all are known to be finite: an accelerator would make us wait."""
+    factor = (1 + _RAISED * torch.finfo(dtype).eps) ** 2
+    library = kernels.library() if dtype == torch.float32 and squares.is_cpu else None
     if library is not None:
-        return squares, bool(library.fodp_roots(squares.data_ptr(), len(squares)))
-    squares.sqrt_()
-    return squares, squares.device.type == "cpu" and math.isfinite(squares.sum().item())
+        norms = torch.empty(len(squares))
+        return norms, bool(library.fodp_roots(norms.data_ptr(), squares.data_ptr(), len(squares), factor))
+    norms = squares.mul(factor).to(dtype).sqrt_()
+    return norms, norms.device.type == "cpu" and math.isfinite(norms.sum().item())
 
 
 def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
@@ -43,7 +70,7 @@ def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
 
 def _add_compiled(uses: Uses, squares: Tensor) -> Uses:
     """Add the squares of rows and of outer products of rows in one call, instead of dozens; returns the other uses."""
-    library = kernels.library_for(squares)
+    library = kernels.library() if squares.is_cpu and len(squares) else None
     if library is None:
         return uses
     examples, others, places, widths, factors = len(squares), [], [], [], []

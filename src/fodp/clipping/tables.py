@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from fodp import kernels
-from fodp.clipping.uses import allowance, mask, square_sums, wide, with_slack
+from fodp.clipping.rounding import SPARE, gamma
+from fodp.clipping.uses import mask, square_sums, wide
 
 
 class Rows:
@@ -13,19 +14,27 @@ class Rows:
 
     def __init__(self, indices: Tensor, back: Tensor, table_rows: int):
         self.indices, self.back, self.table_rows = indices, wide(back), table_rows
+        self.slack: Tensor | None = None
 
     def squared_norms(self) -> Tensor:
         """Where a token comes twice in an example, its back-signals are summed before they are squared."""
         compiled = _compiled_squares(self.indices, self.back)
-        if compiled is not None:
-            return compiled
+        squares, mass = compiled or self._squares_and_mass()
+        # A token's back-signals are summed twice: here and, in another order, in the sum over examples.
+        self.slack = 2 * SPARE * gamma(self.back.shape[1], self.back.dtype) * mass
+        return squares
+
+    def _squares_and_mass(self) -> tuple[Tensor, Tensor]:
+        """Squared norms, and Σ_t ‖back_t‖ of the examples in which a token comes twice, else 0."""
         squares = square_sums(self.back)
+        mass = torch.zeros_like(squares)
         some = self._repeating()
         if some is None:
-            return self._summed_squares(self.indices, self.back)
+            some = torch.arange(len(squares), device=squares.device)
         if len(some):
             squares[some] = self._summed_squares(self.indices[some], self.back[some])
-        return squares
+            mass[some] = square_sums(self.back[some].flatten(0, 1)).sqrt_().view(len(some), -1).sum(1)
+        return squares, mass
 
     def _repeating(self) -> Tensor | None:
         """The examples in which a token comes twice; None (any may be) where asking would make a device wait."""
@@ -40,8 +49,8 @@ class Rows:
         keys, place = torch.unique(example * self.table_rows + indices, return_inverse=True)
         rows = back.new_zeros(len(keys), width).index_add_(0, place.flatten(), back.flatten(0, 1))
         owner = torch.div(keys, self.table_rows, rounding_mode="floor")
-        squares = back.new_zeros(count).index_add_(0, owner, square_sums(rows))
-        return allowance(squares, None, back)
+        squares = torch.zeros(count, dtype=torch.float64, device=back.device)
+        return squares.index_add_(0, owner, square_sums(rows))
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """Scatter the re-weighted back-signals into the table."""
@@ -68,13 +77,13 @@ class Rows:
         return Rows(self.indices, mask(self.back, keep), self.table_rows)
 
 
-def _compiled_squares(indices: Tensor, back: Tensor) -> Tensor | None:
-    """The squared norms in one compiled pass; None where there is none for these tensors."""
+def _compiled_squares(indices: Tensor, back: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same in one compiled pass; None where there is none for these tensors."""
     library = kernels.library() if _plain(indices, back) else None
     if library is None:
         return None
     count, length, width = back.shape
-    squares, mass = back.new_empty(2, count)
+    squares, mass = torch.empty(2, count, dtype=torch.float64)
     slots = np.empty(4 << length.bit_length(), np.int32)  # at most half full
     sums = np.empty((length, width), np.float32)
     library.fodp_table_squares(
@@ -87,7 +96,7 @@ def _compiled_squares(indices: Tensor, back: Tensor) -> Tensor | None:
         len(slots) - 1,
         sums.ctypes.data,
     )
-    return with_slack(squares, mass)
+    return squares, mass
 
 
 def _scattered(out: Tensor, indices: Tensor, back: Tensor, weights: Tensor) -> bool:

@@ -3,34 +3,42 @@
 Every use knows two things about the gradients G_i of one parameter, one per example:
 the squared norms ‖G_i‖², and the weighted sum Σ w_i·G_i. Tied weights, modules called twice and
 combinations of gradients at two points are several uses of one parameter, merged into one.
+
+Squares are summed in float64: those of float32 numbers are exact there, and neither vanish nor overflow. Where a
+gradient is a sum over positions, float32 rounds on the way; `slack` bounds what that may do (docs/threat-model.md).
 """
 
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fodp import kernels
 from fodp.clipping.products import add_product
+from fodp.clipping.rounding import SPARE, gamma, gram, gram_sums
 
 # Temporaries are cut into chunks of examples with at most this many entries (8 MiB of float32): they stay in the
 # processor's last cache, and the memory of one is used again for the next.
 CHUNK_ENTRIES = 1 << 21
 # Per-example gradients with at most this many entries in all are held.
 HELD_ENTRIES = 1 << 23
-# Rounding of norms and sums, relative to Σ_t ‖back_t‖·‖input_t‖: positions may cancel, rounding does not.
-_ROUNDING = 4.0
-# A ghost norm whose rounding allowance is above this share of itself is computed directly instead.
-_ILL_CONDITIONED = 1e-3
-# Beside squared norms above this one, others that are too small for float32 would still count.
-_EXTREME = 1e22
+# A ghost norm that rounding may move by more than this share of its square is measured again in float64.
+_ILL_CONDITIONED = 0.02
+# A factor with a larger squared norm counts as not finite: what clipping leaves of the other may be no float32.
+_LARGEST = 2.0**180
 _BLOCK = 1 << 13
 
 
 class Use(Protocol):
     """The per-example gradients of one parameter."""
 
+    @property
+    def slack(self) -> Tensor | None:
+        """What rounding may add to ‖G_i‖, in its measurement and in a sum; after `squared_norms`. None: nothing."""
+
     def squared_norms(self) -> Tensor:
-        """‖G_i‖² per example, in at least float32."""
+        """‖G_i‖² per example, in float64."""
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """Write Σ w_i·G_i to `out` (shaped like the parameter), or add it there."""
@@ -51,22 +59,33 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def square_sums(rows: Tensor) -> Tensor:
-    """Squared Euclidean norm of each row, without a temporary of squares.
-
-    Long rows block by block: one running float32 sum of ten million squares is off by 1e-4.
-    """
+    """Squared Euclidean norm of each row, in float64: the rounding of float32 sums would hide many small entries."""
     flat = rows if rows.dim() == 2 else rows.flatten(1)
+    library = kernels.library_for(flat)
+    squares = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
+    if library is not None:
+        library.fodp_square_sums(squares.data_ptr(), flat.data_ptr(), *flat.shape)
+        return squares
+    for start, stop in chunks(*flat.shape):
+        squares[start:stop] = _norms(flat[start:stop].double()).square_()
+    return squares
+
+
+def _norms(flat: Tensor) -> Tensor:
+    """Of rows in float64, long ones block by block, without a temporary of squares."""
     whole = flat.shape[1] // _BLOCK * _BLOCK
     if whole > _BLOCK:
         blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
         flat = torch.cat([blocks, rest], 1)
     norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    return norms.square_()
+    return norms
 
 
 class Dense:
     """Gradients that are small enough to be held: biases, norm layers, fallbacks."""
+
+    slack: Tensor | None = None  # summed as they were measured
 
     def __init__(self, gradients: Tensor):
         self.gradients = wide(gradients if gradients.dim() > 1 else gradients.unsqueeze(1))  # a single number
@@ -102,12 +121,14 @@ class Dense:
 class Product:
     """The weight of a Linear layer at one position: G_i = back_i ⊗ input_i. Shapes: [B, fan_in], [B, fan_out]."""
 
+    slack: Tensor | None = None  # no sums within an example
+
     def __init__(self, inputs: Tensor, back: Tensor):
         self.inputs, self.back = wide(inputs), wide(back)
 
     def squared_norms(self) -> Tensor:
         """‖back_i‖²·‖input_i‖²."""
-        return _product(square_sums(self.inputs), square_sums(self.back))
+        return product_of_squares(self.inputs, self.back)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
@@ -141,6 +162,7 @@ class Outer:
         self._inputs = wide(inputs)
         self.back = wide(back)
         self._held: Tensor | None = None  # small per-example gradients, kept from the norms to the sum
+        self.slack: Tensor | None = None
 
     def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The layer's inputs of some examples, [b, groups, T, fan_in]."""
@@ -151,54 +173,68 @@ class Outer:
         """Entries per row of the parameter."""
         return self._inputs.shape[-1]
 
-    def gram(self, start: int, stop: int) -> Tensor:
-        """⟨input_t, input_s⟩ for all positions of some examples, [b, groups, T, T], in memory of its own."""
-        inputs = self.inputs(start, stop)
-        return torch.matmul(inputs, inputs.mT)
+    def gram(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """⟨input_t, input_s⟩ for all positions of some examples, [b, groups, T, T], and the terms of its sums."""
+        return gram(self.inputs(start, stop).to(dtype))
 
     def squared_norms(self) -> Tensor:
         """By product of norms (one position), Gram matrices ("ghost") or directly: the cheapest by shape."""
         count, groups, length, fan_out = self.back.shape
         if length == 1 and groups == 1:
-            return _product(square_sums(self.inputs()), square_sums(self.back))
+            return product_of_squares(self.inputs(), self.back)
         if length == 1:
-            by_group = _product(square_sums(self.inputs().flatten(0, 1)), square_sums(self.back.flatten(0, 1)))
+            by_group = product_of_squares(self.inputs().flatten(0, 1), self.back.flatten(0, 1))
             return by_group.view(count, groups).sum(1)
         if length * (self.fan_in + fan_out) <= self.fan_in * fan_out:
             return self._ghost_norms(groups * length * (length + self.fan_in))
         return self._direct_norms(groups * self.fan_in * (fan_out + length))
 
     def _ghost_norms(self, entries: int) -> Tensor:
-        """‖Σ_t b_t⊗a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨b_t,b_s⟩, never below the truth.
+        """‖Σ_t b_t⊗a_t‖² = Σ_{t,s} ⟨a_t,a_s⟩⟨b_t,b_s⟩.
 
-        Where positions cancel, the terms are far larger than their sum and rounding could hide a norm
-        altogether. So the rounding is added, and where it matters the norm is computed directly.
+        Where positions cancel, the terms are far larger than their sum, and rounding could hide a norm
+        altogether. So its bound goes into the slack, and where that is much, float64 measures again.
         """
-        parts = []
+        parts, slacks = [], []
         for start, stop in chunks(len(self.back), entries):
-            back = self.back[start:stop]
-            gram, backs = self.gram(start, stop), torch.matmul(back, back.mT)
-            extreme = torch.maximum(_largest(gram), _largest(backs)) > _EXTREME  # others may have underflowed
-            gram.mul_(backs)
-            mass = gram.diagonal(dim1=2, dim2=3).sqrt().sum(2).square().sum(1)  # (Σ_t ‖b_t‖·‖a_t‖)²
-            squares, slack = gram.sum((1, 2, 3)).clamp_(min=0), _ROUNDING * torch.finfo(gram.dtype).eps * mass
-            doubtful = (slack > _ILL_CONDITIONED * squares) | extreme
-            for i in doubtful.nonzero().flatten().tolist():
-                inputs = self.inputs(start + i, start + i + 1)
-                squares[i] = square_sums(torch.matmul(back[i].mT, inputs[0]).unsqueeze(0))[0]
-                slack[i] = allowance(squares[i : i + 1], inputs, back[i : i + 1])[0] - squares[i]
-            parts.append(squares + slack)
+            squares, apart, mass = self._ghost_squares(start, stop, self.back.dtype)
+            # Norms below that last root count as that much anyway (`limits`). What is not finite is in doubt, too.
+            doubtful = ~(apart <= _ILL_CONDITIONED * squares + torch.finfo(self.back.dtype).tiny ** 0.5)
+            for i in doubtful.nonzero().flatten().tolist() if self.back.dtype != torch.float64 else ():
+                again = self._ghost_squares(start + i, start + i + 1, torch.float64)
+                squares[i], apart[i], mass[i] = (value[0] for value in again)
+            parts.append(squares)
+            slacks.append((squares + apart).sqrt_() - squares.sqrt() + self._sum_rounding(mass))
+        self.slack = torch.cat(slacks)
         return torch.cat(parts)
+
+    def _ghost_squares(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms, how far rounding in this type may have moved them, and Σ_t ‖b_t‖·‖a_t‖; all in float64."""
+        groups, length = self.back.shape[1:3]
+        inputs, in_terms = self.gram(start, stop, dtype)
+        back, out_terms = gram(self.back[start:stop].to(dtype))
+        squares, squared_mass, largest = gram_sums(inputs, back)
+        squares.clamp_(min=0)
+        squares[largest > _LARGEST] = math.inf
+        share = gamma(in_terms, dtype) + gamma(out_terms, dtype) + gamma(groups * length**2, torch.float64)
+        # Products too small for this type, times the largest number they may meet.
+        vanished = 2 * groups * length**2 * (in_terms + out_terms) * torch.finfo(dtype).tiny * largest
+        return squares, SPARE * (share * squared_mass + vanished), (squared_mass + vanished).sqrt_()
+
+    def _sum_rounding(self, mass: Tensor) -> Tensor:
+        """Of a sum over positions whose gradients' norms add up to `mass`: positions may cancel, rounding does not."""
+        return SPARE * gamma(self.back.shape[2], self.back.dtype) * mass
 
     def _direct_norms(self, entries: int) -> Tensor:
         count, groups, _, fan_out = self.back.shape
         if count * groups * fan_out * self.fan_in <= HELD_ENTRIES:
             return self._held_norms(entries)
-        parts = []
+        parts, masses = [], []
         for start, stop in chunks(count, entries):
             inputs, back = self.inputs(start, stop), self.back[start:stop]
-            # The sum takes, and rounds, its own way.
-            parts.append(allowance(square_sums(torch.matmul(back.mT, inputs)), inputs, back))
+            parts.append(square_sums(torch.matmul(back.mT, inputs)))
+            masses.append((_lengths(inputs) * _lengths(back)).sum(2).square_().sum(1).sqrt_())
+        self.slack = 2 * self._sum_rounding(torch.cat(masses))  # the sum takes, and rounds, its own way
         return torch.cat(parts)
 
     def _held_norms(self, entries: int) -> Tensor:
@@ -245,27 +281,18 @@ class Outer:
         return zeroed
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Of squares. A factor too small for its square must not hide what the other one makes of it."""
-    tiny = torch.finfo(left.dtype).tiny
-    return left.clamp_(min=tiny) * right.clamp(min=tiny)
+def product_of_squares(left: Tensor, right: Tensor) -> Tensor:
+    """‖left_i‖²·‖right_i‖². A factor too small for its square must not hide what the other one makes of it."""
+    squares = [square_sums(rows).clamp_(min=torch.finfo(torch.float64).tiny) for rows in (left, right)]
+    if left.dtype == torch.float32:
+        squares = [values.masked_fill(values > _LARGEST, math.inf) for values in squares]
+    return squares[0] * squares[1]
 
 
-def _largest(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=2, dim2=3).amax((1, 2))
-
-
-def allowance(squares: Tensor, inputs: Tensor | None, back: Tensor) -> Tensor:
-    """Squared norms that a sum along another road of roundings cannot exceed."""
-    mass: Tensor = torch.linalg.vector_norm(back, dim=-1)
-    if inputs is not None:
-        mass = mass * torch.linalg.vector_norm(inputs, dim=-1)
-    return with_slack(squares, mass.flatten(1).sum(1))
-
-
-def with_slack(squares: Tensor, mass: Tensor) -> Tensor:
-    """Squared norms raised by the rounding of sums of vectors whose norms add up to `mass`."""
-    return (squares.sqrt() + _ROUNDING * torch.finfo(mass.dtype).eps * mass).square()
+def _lengths(rows: Tensor) -> Tensor:
+    """At least the Euclidean norms along the last dimension, in float64: what was too small to be squared counts."""
+    vanished = math.sqrt(rows.shape[-1] * torch.finfo(rows.dtype).tiny)
+    return torch.linalg.vector_norm(rows, dim=-1).double().add_(vanished)
 
 
 def mask(rows: Tensor, keep: Tensor) -> Tensor:

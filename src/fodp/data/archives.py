@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
+from fodp._extras import need
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def cache_folder() -> Path:
 
 def fetch(name: str, *, progress: bool) -> list[Path]:
     """Download the archives of a data set, or find them in the cache; both only with the right checksum."""
+    need("pooch", f"downloading {name}", extra="data")
     return [_fetch_one(archive, progress) for archive in ARCHIVES[name]]
 
 

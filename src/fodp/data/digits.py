@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from fodp._extras import need
 from fodp.data.arrays import Arrays
 
 
@@ -10,6 +11,7 @@ def read() -> Arrays:
 
     A rule rather than a random split: the same on every machine and for every version of NumPy.
     """
+    need("sklearn", "the digits data set", extra="data")
     from sklearn.datasets import load_digits
 
     digits = load_digits()

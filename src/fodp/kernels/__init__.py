@@ -48,7 +48,9 @@ def library() -> ctypes.CDLL | None:
             follow.argtypes, follow.restype = [pointer, pointer, ctypes.c_float, size], None
         found.fodp_add_squares.argtypes = [pointer, size, pointer, pointer, pointer, size]
         found.fodp_add_squares.restype = None
-        found.fodp_roots.argtypes = [pointer, size]
+        found.fodp_square_sums.argtypes, found.fodp_square_sums.restype = [pointer, pointer, size, size], None
+        found.fodp_gram_sums.argtypes, found.fodp_gram_sums.restype = [*[pointer] * 3, *[size] * 3], None
+        found.fodp_roots.argtypes = [pointer, pointer, size, ctypes.c_double]
         found.fodp_limits.argtypes = [pointer, pointer, size, *[ctypes.c_float] * 3]
         found.fodp_limits.restype = None
         found.fodp_product.argtypes = [*[pointer] * 4, size, size, size, ctypes.c_int, pointer]

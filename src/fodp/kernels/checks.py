@@ -79,22 +79,37 @@ def _recall_right(loops: tuple[Any, ...], scale: float | None, numbers: np.rando
 
 def _squares_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
     left, right = numbers.standard_normal((5, 103), np.float32), numbers.standard_normal((5, 7), np.float32)
-    left[0], right[0] = 1e-25, 1e25  # whose squares are no floats
-    squares, widths = np.ones(5, np.float32), np.array([103, 7, 103, 0], np.uintp)
+    left[0], right[0] = 1e-25, 1e25  # whose squares are no float32
+    squares, widths = np.ones(5), np.array([103, 7, 103, 0], np.uintp)
     rows, factors = np.array([left.ctypes.data, right.ctypes.data, left.ctypes.data, 0], np.uintp), np.array([0.25, 2])
     found.fodp_add_squares(squares.ctypes.data, 5, *(a.ctypes.data for a in (rows, widths, factors)), 2)
     lefts, rights = ((values.astype(np.float64) ** 2).sum(1) for values in (left, right))
     expected = 1 + 0.25 * lefts * rights + 2 * lefts
-    right_squares = np.allclose(squares, expected, rtol=1e-6)
-    norms, limits, spoilt = np.sqrt(expected), np.empty(5, np.float32), np.array([1, np.inf], np.float32)
-    finite = found.fodp_roots(squares.ctypes.data, 5), found.fodp_roots(spoilt.ctypes.data, 2)
-    found.fodp_limits(limits.ctypes.data, squares.ctypes.data, 5, 20.0, 15.0, 1.2)
+    alone = np.empty(5)
+    found.fodp_square_sums(alone.ctypes.data, left.ctypes.data, 5, 103)
+    norms, spoilt = np.empty((2, 5), np.float32), np.array([1, np.inf])
+    finite = [found.fodp_roots(norms.ctypes.data, of.ctypes.data, len(of), 4.0) for of in (spoilt, squares)]
+    limits, roots = np.empty(5, np.float32), 2 * np.sqrt(expected)
+    found.fodp_limits(limits.ctypes.data, norms.ctypes.data, 5, 40.0, 30.0, 1.2)
     return (
-        right_squares
-        and finite == (1, 0)
-        and np.allclose(squares, norms, rtol=1e-6)
-        and np.allclose(limits, np.minimum(20 / np.maximum(norms, 15), 1.2), rtol=1e-6)
+        np.allclose(squares, expected, rtol=1e-12)
+        and np.allclose(alone, lefts, rtol=1e-12, atol=0)
+        and finite == [0, 1]
+        and np.allclose(norms[0], roots, rtol=1e-6)
+        and np.allclose(limits, np.minimum(40 / np.maximum(roots, 30), 1.2), rtol=1e-6)
+        and _grams_right(found, numbers)
     )
+
+
+def _grams_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
+    rows = numbers.standard_normal((2, 3, 2, 19, 4), np.float32)  # two factors of three examples with two groups
+    left, right = grams = rows @ rows.swapaxes(3, 4)
+    sums = np.empty((3, 3))
+    found.fodp_gram_sums(sums.ctypes.data, left.ctypes.data, right.ctypes.data, 3, 2, 19)
+    diagonals = np.diagonal(grams.astype(np.float64), axis1=3, axis2=4)
+    mass = (np.sqrt(diagonals.prod(0)).sum(2) ** 2).sum(1)
+    expected = grams.astype(np.float64).prod(0).sum((1, 2, 3)), mass, diagonals.max((0, 2, 3))
+    return np.allclose(sums, expected, rtol=1e-12)
 
 
 def _product_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
@@ -117,7 +132,7 @@ def _tables_right(found: ctypes.CDLL, numbers: np.random.Generator) -> bool:
     index[0] = 3, 3, 1, 3
     source = index.ctypes.data, back.ctypes.data
     found.fodp_scatter(table.ctypes.data, 9, *source, weights.ctypes.data, 5, 4, 19)
-    squares, mass = np.empty(5, np.float32), np.empty(5, np.float32)
+    squares, mass = np.empty(5), np.empty(5)
     slots, sums = np.empty(16, np.int32), np.empty(4 * 19, np.float32)
     results, scratch = (squares.ctypes.data, mass.ctypes.data), (slots.ctypes.data, 15, sums.ctypes.data)
     found.fodp_table_squares(*results, *source, 5, 4, 19, *scratch)

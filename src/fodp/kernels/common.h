@@ -5,11 +5,16 @@
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* In double: squares neither vanish nor overflow. */
+/* In double: squares neither vanish nor overflow. In blocks: of many numbers, rounding would add up. */
 static inline double square_sum(const float *v, size_t size) {
     double total = 0;
-    #pragma omp simd reduction(+ : total)
-    for (size_t i = 0; i < size; i++) total += (double)v[i] * v[i];
+    for (size_t at = 0; at < size; at += 1 << 16) {
+        size_t end = least(size, at + (1 << 16));
+        double block = 0;
+        #pragma omp simd reduction(+ : block)
+        for (size_t i = at; i < end; i++) block += (double)v[i] * v[i];
+        total += block;
+    }
     return total;
 }
 

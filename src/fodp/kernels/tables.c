@@ -3,7 +3,7 @@
 
 /* squares[i] = sum over tokens of |sum of back[i, t] over the token's places t|^2. mass[i] = sum of |back[i, t]|
    if a token comes twice in the example, else 0. slots is a hash table of last + 1 places, at most half full. */
-void fodp_table_squares(float *squares, float *mass, const int64_t *indices, const float *back, size_t examples,
+void fodp_table_squares(double *squares, double *mass, const int64_t *indices, const float *back, size_t examples,
                         size_t length, size_t width, int32_t *slots, size_t last, float *sums) {
     for (size_t i = 0; i < examples; i++, indices += length, back += length * width) {
         int repeated = 0;

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fodp import _checks, accounting
 from fodp._checks import PrivacyError
+from fodp._extras import need
 from fodp.ledger.store import whole_minutes
 from fodp.models import accuracy
 from fodp.training.folder import write_atomically
@@ -187,9 +188,10 @@ class CSVLog(Callback):
 
 
 class TensorBoard(Callback):
-    """ε and the public scores for TensorBoard (needs the `tensorboard` package)."""
+    """ε and the public scores for TensorBoard (needs the extra `tensorboard`)."""
 
     def __init__(self, folder: str | Path):
+        need("tensorboard", "the callback TensorBoard", extra="tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder))

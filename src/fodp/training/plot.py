@@ -3,18 +3,21 @@
 import csv
 from pathlib import Path
 
+from fodp._extras import need
+
 
 def plot_accuracy(metrics: Path, out: Path, title: str) -> None:
     """Draw the public scores of a run; nothing is drawn if there are none."""
+    with metrics.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["accuracy"]]
+    if not rows:
+        return
+    need("matplotlib", "a picture", extra="plots")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with metrics.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["accuracy"]]
-    if not rows:
-        return
     epsilons, scores = [float(r["epsilon"]) for r in rows], [float(r["accuracy"]) for r in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     left.plot(epsilons, scores, marker=".", color="#2b6cb0")

@@ -1,0 +1,1 @@
+"""Measuring: what a private step costs beside a plain one and beside other libraries."""

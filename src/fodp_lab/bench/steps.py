@@ -1,0 +1,76 @@
+"""A step of plain training, and of this library."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from fodp.models import cross_entropy
+from fodp.plan import Plan
+from fodp.training.trainer import Trainer
+from fodp_lab.bench.contenders import Step
+from fodp_lab.bench.workloads import Workload
+
+LEARNING_RATE = 0.05
+CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.1
+_FOR_EVER = 10**5  # steps of a plan that is never asked for its ε; a schedule of noise must not run out
+
+
+def size_of(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def plain(workload: Workload) -> tuple[Step, int]:
+    """What people write without privacy: gather a random batch, mean loss, backward, SGD."""
+    inputs, labels = workload.data()
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> None:
+        rows = torch.randint(workload.examples, (workload.batch,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        optimizer.step()
+
+    return step, size_of(model)
+
+
+def private(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> tuple[Step, int]:
+    """A step of the trainer, with everything that belongs to it."""
+    trainer = _trainer(workload, method, seed, params)
+    return trainer._one_step, size_of(trainer.model)
+
+
+def unkeyed(workload: Workload) -> tuple[Step, int]:
+    """DP-SGD whose dropout masks are PyTorch's, row after row: what drawing by record costs; not private."""
+    trainer = _trainer(workload, "dp-sgd", 0, {})
+    run = trainer.run
+    run._batch = lambda lot: run._fetcher.fetch(lot.indices)  # type: ignore[method-assign]
+    run._looks_again = lambda: False  # type: ignore[method-assign]
+    return trainer._one_step, size_of(trainer.model)
+
+
+def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> Trainer:
+    model = workload.model()
+    plan = Plan(
+        sampling_rate=workload.batch / workload.examples,
+        steps=_FOR_EVER,
+        lot_size=workload.batch,
+        clip_norm=CLIP_NORM,
+        noise_multiplier=NOISE_MULTIPLIER,
+        delta=1e-5,
+        method=method,
+        params={"lr": LEARNING_RATE, **params},
+        seed=seed,
+    )
+    data = TensorDataset(*workload.data())
+    held_out = data[: workload.batch]
+
+    def score() -> float:
+        """For methods that ask for public data."""
+        return cross_entropy(model, held_out).mean().item()
+
+    return Trainer(model, cross_entropy, data, plan, public_score=score)

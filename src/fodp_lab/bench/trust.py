@@ -1,0 +1,102 @@
+"""What trust costs on the paper's MLP: steps that differ in where the noise comes from, and steps with a ledger."""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from fodp.ledger import Ledger
+from fodp.models import cross_entropy
+from fodp.noise import Streams
+from fodp.plan import Plan
+from fodp.training.bookkeeping import open_account
+from fodp.training.trainer import Trainer
+from fodp_lab.bench.contenders import Step
+from fodp_lab.bench.workloads import WORKLOADS
+
+MLP = WORKLOADS["mlp"]
+
+
+class TorchNoise:
+    """What most libraries do: `normal_` on the output (`draws` times), with masks from the secure stream as before."""
+
+    def __init__(self, draws: int = 1) -> None:
+        self._masks, self._draws = Streams.secure(), draws
+
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
+        """Fill `out` with N(0, std²)."""
+        for _ in range(self._draws):
+            out.normal_(0.0, std)
+        return out
+
+    def words(self, count: int, step: int, name: str) -> Any:
+        """Of the masks."""
+        return self._masks.words(count, step, name)
+
+    def record_key(self, step: int, name: str) -> bytes:
+        """Of what records draw, from the secure stream too."""
+        return self._masks.record_key(step, name)
+
+
+def trainer_with(
+    data: TensorDataset,
+    method: str,
+    steps: int,
+    *,
+    noise: TorchNoise | None = None,
+    ledger: Ledger | None = None,
+    **plan: Any,
+) -> Trainer:
+    """A trainer of the paper's MLP whose noise comes from `noise`, by default from the secure stream."""
+    public = dict(
+        sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
+    )
+    trainer = Trainer(MLP.model(), cross_entropy, data, Plan(**public, delta=1e-5, method=method, **plan))  # type: ignore[arg-type]
+    if ledger is not None:
+        trainer._account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
+    if noise is not None:
+        trainer.run.streams = trainer.run._sampler._streams = noise  # type: ignore[assignment]
+    return trainer
+
+
+def milliseconds(
+    contenders: Mapping[str, Step], rounds: int, burst: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Of a step, for each round: every contender takes a burst of steps in it, in a new order."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name in random.sample(list(contenders), len(contenders)):
+            started = clock()
+            for _ in range(burst):
+                contenders[name]()
+            times[name].append((clock() - started) / burst * 1e3)
+    return times
+
+
+def share_of_writing(trainer: Trainer, seconds: float) -> float:
+    """Which part of a run's time goes into writing its steps down, after the first few.
+
+    Measured within one run, so that what slows the machine down slows both. The first blocks are of one step or
+    two, because nothing is known yet of how long steps take, and are left out.
+    """
+    account = trainer._account
+    assert account is not None
+    covers, writing = account.covers, 0.0
+
+    def timed(step: int) -> bool:
+        nonlocal writing
+        started = time.perf_counter()
+        covered = covers(step)
+        writing += time.perf_counter() - started
+        return covered
+
+    for _ in range(4):
+        trainer._one_step()
+    account.covers = timed  # type: ignore[method-assign]
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        trainer._one_step()
+    return writing / (time.perf_counter() - started)

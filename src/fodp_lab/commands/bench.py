@@ -1,0 +1,116 @@
+"""`fodp bench`: what a private step costs beside a plain one and beside other libraries."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fodp._checks import PrivacyError, whole
+from fodp_lab.bench.targets import DP_SGD, MEMORY_BATCH, PLAIN, TITLES
+
+if TYPE_CHECKING:
+    from fodp_lab.bench.measure import Report
+
+EPILOG = """examples:
+  fodp bench --quick --no-peers --workload mlp        a first impression in half a minute
+  fodp bench --all --out runs/bench                   everything, for docs/performance.md (about an hour)
+  fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
+
+Peers take part where installed: pip install "fodp[bench]". Parts measured one after the other with the same --out
+end in one results file. Measure on an otherwise idle machine."""
+
+RESULTS = "performance.json"
+_SETTLE = 33  # steps that fill the longest window
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Options of `fodp bench`."""
+    add = parser.add_argument
+    add("--workload", action="append", metavar="NAME", help=f"{', '.join(TITLES)}; may be repeated, default all")
+    add("--rounds", type=int, metavar="N", help="rounds, each with new processes, default 9 (quick: 2)")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="also measure Opacus and JAX-Privacy")
+    add("--quick", action="store_true", help="few rounds of short bursts, no memory at large batches")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--scaling", action="store_true", help="cost per step against parameters, window and batch")
+    part.add_argument("--paper-run", action="store_true", help="the paper's 250 epochs on CIFAR-10 (needs FODP_DATA)")
+    part.add_argument("--all", action="store_true", help="the table, --scaling and --paper-run")
+    part.add_argument("--markdown", metavar="FILE", help="measure nothing: print the page of a results file")
+    add("--out", metavar="DIR", help=f"folder for {RESULTS} and pictures, default runs/bench")
+    add("--json", action="store_true", help="the last line on stdout is the result as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, keep the results, draw them, and compare them with the targets."""
+    from fodp_lab.bench import plots, report, results
+
+    if options.markdown is not None:
+        stored = results.load(Path(options.markdown))
+        if options.out:
+            plots.draw(stored, Path(options.out))
+        print(report.markdown(stored), end="")
+        return 0
+    folder = Path(options.out or Path("runs") / "bench")
+    measured: dict[str, Any] = {}
+    with _progress() as say:
+        for part in _parts(options, say):  # written part by part: an interrupt loses the one under way only
+            measured = results.merge(folder / RESULTS, part)
+    plots.draw(measured, folder)
+    if options.json:
+        print(json.dumps(measured))
+    else:
+        report.show(measured)
+        print(f"results: {folder / RESULTS}")
+    return 0
+
+
+def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any]]:
+    from fodp_lab.bench.measure import BURST_SECONDS, TURNS
+    from fodp_lab.bench.paper_run import paper_run
+    from fodp_lab.bench.scaling import scaling
+
+    rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
+    turns, burst_seconds = (1, BURST_SECONDS / 8) if options.quick else (TURNS, BURST_SECONDS)
+    names = options.workload or list(TITLES)
+    unknown = [name for name in names if name not in TITLES]
+    if unknown:
+        raise PrivacyError(f"--workload must be one of {', '.join(TITLES)}; got {unknown[0]!r}")
+    if not options.scaling and not options.paper_run:
+        for name in names:
+            yield {"workloads": {name: _workload(name, options, rounds, turns, burst_seconds, say)}}
+    if options.scaling or options.all:
+        yield {"scaling": scaling(2 if options.quick else 15, burst_seconds, say)}
+    if options.paper_run or options.all:
+        yield {"paper_run": paper_run(1 if options.quick else 3, say)}
+
+
+def _workload(
+    name: str, options: argparse.Namespace, rounds: int, turns: int, burst_seconds: float, say: "Report"
+) -> dict[str, Any]:
+    from fodp_lab.bench.contenders import CONTENDERS
+    from fodp_lab.bench.measure import peak_memory, table
+    from fodp_lab.bench.workloads import WORKLOADS
+
+    taking_part = [c for c in CONTENDERS if options.peers or not c.is_peer]
+    measured = table(name, taking_part, rounds, turns, burst_seconds, 1 if options.quick else _SETTLE, say)
+    memory: dict[str, Any] = {}
+    for contender in CONTENDERS if not options.quick else ():
+        if contender.name in (PLAIN, DP_SGD):
+            say(f"{name}: memory of {contender.name} at batch {MEMORY_BATCH}")
+            memory[contender.name] = peak_memory(name, contender, MEMORY_BATCH)
+    return {"batch": WORKLOADS[name].batch, **measured, "memory": {str(MEMORY_BATCH): memory} if memory else {}}
+
+
+@contextmanager
+def _progress() -> Iterator["Report"]:
+    """One line on stderr that says what is being measured; nothing where nobody watches."""
+    from rich.console import Console
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(text)

@@ -1,0 +1,1 @@
+"""Judging: from records to verdicts on the paper's claims, with the statistics they rest on."""
