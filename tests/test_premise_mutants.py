@@ -11,14 +11,11 @@ from rules_page import TESTS, _marked
 from test_premise import neighbours, pair  # noqa: F401  fixtures
 
 PLANTED = [mutant for mutant in UNSEEN if mutant.plant is not None]
-COMING = {"test_fuzz.py"}  # files of tests that are written beside this one
 
 
 @pytest.mark.parametrize("mutant", UNSEEN, ids=str)
 def test_the_named_test_exists(mutant):
     file, _, name = mutant.test.partition("::")
-    if file in COMING and not (TESTS / file).exists():
-        pytest.skip("comes with the code that it tests")
     assert name in [found for found, _ in _marked(ast.parse((TESTS / file).read_text()).body, "", ())]
 
 

@@ -53,6 +53,7 @@ def statement(plan: "Plan", *, steps: int | None = None, epsilon: float | None =
         f"Replacing one example instead of adding or removing it: epsilon {rounded_up(replace)} at the same delta.",
         "Not covered: the choice of hyper-parameters if it was made by looking at this data; scores on data that "
         "is itself private; other runs on the same data (their budgets add up); "
+        "random numbers that the model, loss, data set or augmentation takes from generators of their own; "
         f"{unprotected}; the public numbers of the plan (sampling rate, lot size, steps, classes), which must not "
         "come from the data.",
     ]
