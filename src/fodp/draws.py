@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,12 +66,14 @@ class Source:
     def __init__(self, streams: DerivedKeys, step: int, name: str):
         self._keys = {shared: streams.record_key(step, f"{name}.{shared}") for shared in ("record", "lot")}
         self._parts: dict[str, Source] = {}
+        self._ciphers: dict[str, Any] = {}
 
     def of(self, site: str) -> "Source":
         """The words of one site: what an augmentation draws for a record tells nothing of what the model draws."""
         if site not in self._parts:
             part = self._parts[site] = copy.copy(self)
             part._keys = {kind: _subkey(key, site) for kind, key in self._keys.items()}
+            part._ciphers = {}
         return self._parts[site]
 
     def words(self, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:
@@ -92,22 +95,32 @@ class Source:
         bits = 64 // (len(outer) + 1)
         if draw >> _DRAW_BITS or max(outer, default=0) >> bits or blocks >> bits or (records >> 64 - _DRAW_BITS).any():
             raise Unkeyable(f"a draw of shape {tuple(shape)} has more places than counters")
-        places = np.zeros(1, np.uint64)
-        for size in (*outer, blocks):
-            places = np.add.outer(places << np.uint64(bits % 64), np.arange(size, dtype=np.uint64)).ravel()
+        places = _places((*outer, blocks), bits % 64)
         owners = (records.astype(np.uint64) << np.uint64(_DRAW_BITS)) + np.uint64(draw)
-        out = np.empty((len(records), math.prod(outer), last * each), np.uint32)
-        cipher = Cipher(algorithms.AES256(self._keys[kind]), modes.ECB()).encryptor()
         rows = max(1, _WORDS_AT_ONCE // max(1, 4 * len(places)))
-        for start in range(0, len(records), rows):
-            part = owners[start : start + rows]
-            counters = np.empty((len(part), len(places), 2), "<u8")
-            counters[..., 0], counters[..., 1] = places, part[:, None]
-            cipher_text = np.empty(counters.nbytes + 16, np.uint8)
-            cipher.update_into(counters.reshape(-1).view(np.uint8).data, cipher_text.data)
-            words = cipher_text[: counters.nbytes].view("<u4").reshape(len(part), math.prod(outer), 4 * blocks)
-            out[start : start + rows] = words[..., : last * each]
+        parts = [self._encrypted(kind, places, owners[at : at + rows]) for at in range(0, len(records), rows)]
+        words = parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, len(places), 4), np.uint32), *parts])
+        out = words.reshape(len(records), math.prod(outer), 4 * blocks)[..., : last * each]
         return out.reshape(len(records), *shape, each)
+
+    def _encrypted(self, kind: str, places: npt.NDArray[np.uint64], owners: npt.NDArray[np.uint64]) -> Words:
+        """AES of (place, owner) for every pair of them, [owners, places, 4]."""
+        counters = np.empty((len(owners), len(places), 2), "<u8")
+        counters[..., 0], counters[..., 1] = places, owners[:, None]
+        cipher_text = np.empty(counters.nbytes + 16, np.uint8)
+        if kind not in self._ciphers:
+            self._ciphers[kind] = Cipher(algorithms.AES256(self._keys[kind]), modes.ECB()).encryptor()
+        self._ciphers[kind].update_into(counters.reshape(-1).view(np.uint8).data, cipher_text.data)
+        return cipher_text[: counters.nbytes].view("<u4").reshape(len(owners), len(places), 4)
+
+
+@lru_cache(maxsize=64)
+def _places(sizes: tuple[int, ...], bits: int) -> npt.NDArray[np.uint64]:
+    """One number for each place: an index for each dimension, side by side in the bits of the number."""
+    places = np.zeros(1, np.uint64)
+    for size in sizes:
+        places = np.add.outer(places << np.uint64(bits), np.arange(size, dtype=np.uint64)).ravel()
+    return places
 
 
 def _subkey(key: bytes, name: str) -> bytes:
@@ -439,11 +452,21 @@ class _Functions(TorchFunctionMode):
             if self._mode.drawn > before:
                 self._drawing.add(func)
             return result
+        if func is F.dropout and func in self._drawing:
+            return self._dropout(*args, **(kwargs or {}))
         # A generator object of the user's own leaves no trace in PyTorch's, by which anything else would be noticed.
         if func in self._drawing or (kwargs and kwargs.get("generator") is not None):
             with self._mode:
                 return func(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """What PyTorch makes of dropout, without a mode around each of its operations."""
+        if not training or not 0 < p < 1:
+            with self._mode:
+                return F.dropout(x, p, training, inplace)
+        kept = bernoulli_(self._mode, torch.empty_like(x), 1 - p).div_(1 - p)
+        return x.mul_(kept) if inplace else x * kept
 
 
 def _draw_of(two: tuple[str, tuple[int, ...]], three: tuple[str, tuple[int, ...]]) -> _Draw | None:
