@@ -153,7 +153,7 @@ def row_lists(seeded):
     """The data of a ledger's rows, by kind."""
     return {
         "budget": {"epsilon": float, "delta": float, "order": float},
-        "data": {"fingerprint": MARK, "allowed_change": bool},
+        "data": {"fingerprint": MARK, "allowed_change": bool, "before": int},
         "run": {**WHO, "about": ABOUT, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType},
         "resume": {**WHO, "about": ABOUT},
         "reserve": {},
@@ -170,6 +170,9 @@ def ledger_faults(path, seeded):
         columns = {
             "id": int, "at": float, "kind": str, "dataset": str, "run": str, "steps": (int, NoneType),
             "rdp": (float, NoneType), "data": row_lists(seeded)[entry.kind], "chain": HEX,
+            # What all rows before it come to: numbers of rows, of runs, and divergences.
+            "of_data": [int, int, int, int, float, float],
+            "of_run": [int, int, int, (int, NoneType), (float, NoneType), (float, NoneType)],
         }  # fmt: skip
         faults += unlisted(entry._asdict(), columns, entry.kind)
         faults += [f"{entry.kind} has seconds: {entry.at}"] if entry.at % 60 else []
@@ -300,7 +303,7 @@ def faults_of(tmp_path, seeded, ledger):
     if ledger:
         faults += ledger_faults(tmp_path / "l.sqlite", seeded)
         entries = Ledger(tmp_path / "l.sqlite").store.select()
-        told += numbers([(entry.steps, entry.rdp, entry.data) for entry in entries])
+        told += numbers([(entry.steps, entry.rdp, entry.data, entry.of_data, entry.of_run) for entry in entries])
     told += [float(cell) for row in csv.reader((tmp_path / "m.csv").open()) for cell in row if cell[:1].isdigit()]
     return faults + [f"the private number {number}" for number in set(told) & private]
 

@@ -245,7 +245,7 @@ def test_processes_racing_on_one_ledger_cannot_overspend_together(tmp_path):
     assert all("left" in message for _, message in outcomes), outcomes
     assert sum(taken > 0 for taken, _ in outcomes) >= 2  # it was a race
     assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
-    assert book.store.others_rdp("people", "") <= budget.capacity
+    assert book.store.of_data("people").spent <= budget.capacity
     assert faults(book) == []
 
 
@@ -256,7 +256,7 @@ class TestFile:
         for statement in (
             "UPDATE entries SET steps = 0",
             "DELETE FROM entries WHERE id = 3",
-            "INSERT OR REPLACE INTO entries VALUES (3, 0, 'settle', 'people', 'a', 0, 0, '{}', '')",
+            "INSERT OR REPLACE INTO entries VALUES (3, 0, 'settle', 'people', 'a', 0, 0, '{}', '', 0, 0, 0, '', '')",
         ):
             with pytest.raises(sqlite3.IntegrityError, match="append-only"):
                 raw.execute(statement)
@@ -701,7 +701,7 @@ class TestCommandLine:
 
             def overtaken(*words):
                 result = None if moment == "_refuse_late_budget" else original(*words)
-                if first.store.last("kind = 'run'") is None:
+                if not first.store.of_data("people").runs:
                     first.open("quicker", PHASES, 10)
                 return original(*words) if moment == "_refuse_late_budget" else result
 
@@ -790,5 +790,5 @@ class TestTimes:
         for step in range(100):
             assert account.covers(step)
             clock[0] += 0.071  # seven steps in half a second
-        ends = [entry.steps for entry in ledger(tmp_path).store.select("kind = 'reserve'")]
+        ends = [entry.steps for entry in ledger(tmp_path).store.select("reserve")]
         assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 3]

@@ -106,7 +106,7 @@ def writes(frame, function):
     if caller == "normal":
         return False  # our own log
     if isinstance(owner, sqlite3.Connection):
-        return caller in ("writing", "append", "_create") and name in ("execute", "executescript")
+        return caller in ("transaction", "insert", "_create") and name in ("execute", "executescript")
     if isinstance(owner, io.IOBase):
         return name in ("write", "flush", "close") and owner not in (sys.stdout, sys.stderr)
     return function.__module__ == "posix" and name in ("fsync", "replace", "link", "unlink", "mkdir", "write")

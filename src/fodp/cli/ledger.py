@@ -117,7 +117,7 @@ def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
 def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
     from fodp.ledger.card import faults
 
-    found, entries = faults(ledger), len(ledger.store.select())
+    found, entries = faults(ledger), ledger.store.count()
     if options.json:
         print(json.dumps({"ok": not found, "entries": entries, "faults": found}))
     elif not found:

@@ -18,9 +18,8 @@ from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_to_data
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
-from fodp.ledger.store import Entry, Store
-
-_UNNAMED = "unnamed data of run "
+from fodp.ledger.rows import UNNAMED, Entry
+from fodp.ledger.store import Store
 
 
 class Ledger:
@@ -67,27 +66,28 @@ class Ledger:
 
     def steps(self, run: str) -> int | None:
         """How many steps of the run count as used; None if the ledger does not know the run."""
-        last = self.store.last("run = ? AND steps IS NOT NULL", (run,))
-        return None if last is None else last.steps
+        return self.store.of_run(run).steps
 
     def budget(self, dataset: str) -> RenyiBudget | None:
         """The budget of a data set, if it has one."""
-        entry = self.store.last("dataset = ? AND kind = 'budget'", (dataset,))
-        return None if entry is None else RenyiBudget(**entry.data)
+        with self.store.reading():
+            row = self.store.of_data(dataset).budget
+            return RenyiBudget(**self.store.entry(row).data) if row else None
 
     def budget_of(self, run: str) -> RenyiBudget | None:
         """The budget that guards the data of a run, if it has one."""
-        first = self.store.last("run = ? AND kind = 'run'", (run,))
+        first = self._begun(run)
         return None if first is None else self.budget(first.dataset)
 
     def left(self, dataset: str) -> float:
         """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
-        budget = self.budget(dataset)
-        return math.inf if budget is None else max(0.0, 1 - self.store.others_rdp(dataset, "") / budget.capacity)
+        with self.store.reading():
+            budget, taken = self.budget(dataset), self.store.of_data(dataset).taken
+        return math.inf if budget is None else max(0.0, 1 - taken / budget.capacity)
 
     def has_budgets(self) -> bool:
         """Has any data set in here a budget, or is about to get one?"""
-        return self._wanted is not None or self.store.last("kind = 'budget'") is not None
+        return self._wanted is not None or any(self.store.select("budget"))
 
     def refuse_unfit(self, phases: Sequence[Phase], steps: int, *, seed: str | None = None) -> None:
         """Raise if a new run of this many steps would not fit into the budget, or has a used seed. Changes nothing."""
@@ -113,7 +113,7 @@ class Ledger:
         it, another run has used, if either's data has a budget. Whoever held the run before, in a process that is
         still alive, gets no more steps.
         """
-        known = self.store.last("run = ? AND kind = 'run'", (run,))
+        known = self._begun(run)
         if known is not None:
             self._refuse_other_run(known, phases)
         dataset = self._name(run) if known is None else known.dataset
@@ -169,21 +169,30 @@ class Ledger:
 
     def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
         """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""
-        seen = self.store.select("run = ? AND kind = 'checkpoint'", (run,))
-        row = self.store.last("id = ?", (int(position[0]),))
-        if row is None or row.chain != position[1]:
+        with self.store.reading():
+            number = int(position[0])
+            known = 1 <= number <= self.store.count() and self.store.entry(number).chain == position[1]
+            seen = any(entry.run == run for entry in self.store.marked(f"digest {digest}"))
+        if not known:
             raise PrivacyError(
                 f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
                 "only that knows what was spent: a run goes on only with its ledger"
             )
-        if not any(entry.data.get("digest") == digest for entry in seen):
+        if not seen:
             raise PrivacyError(
                 "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
                 "restore a copy of it"
             )
 
+    def _begun(self, run: str) -> Entry | None:
+        """The row that began a run, if it was begun here."""
+        with self.store.reading():
+            first = self.store.of_run(run).first
+            entry = self.store.entry(first) if first else None
+        return entry if entry is not None and entry.kind == "run" else None
+
     def _name(self, run: str) -> str:
-        return self.dataset if self.dataset is not None else _UNNAMED + run
+        return self.dataset if self.dataset is not None else UNNAMED + run
 
     def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
         """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
@@ -203,16 +212,15 @@ class Ledger:
         )
 
     def _refuse_late_budget(self, dataset: str) -> None:
-        # In this order: a run that is seen was written after its budget, by a process that was quicker perhaps.
-        runs = self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,))
-        if runs is not None and self.budget(dataset) is None:
+        state = self.store.of_data(dataset)
+        if state.runs and not state.budget:
             raise PrivacyError(
                 f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
             )
 
     def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
-        left = budget.capacity - self.store.others_rdp(dataset, "")
+        left = budget.capacity - self.store.of_data(dataset).taken
         if costs[steps] <= left:
             return
         fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
@@ -228,8 +236,8 @@ class Ledger:
         """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
         if seed is None:
             return
-        for entry in self.store.select("kind = 'run'"):
-            if entry.data.get("seed") == seed and (guarded or self.budget(entry.dataset) is not None):
+        for entry in self.store.marked(f"seed {seed}"):
+            if guarded or self.budget(entry.dataset) is not None:
                 raise PrivacyError(
                     f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
                     "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
@@ -250,28 +258,37 @@ class Ledger:
         """Is the data another than before? Then stop, or write down that it was allowed."""
         if mark is None:
             return False
-        entries = self.store.select("kind = 'data'")
-        mine = [e.data["fingerprint"] for e in entries if e.dataset == dataset]
-        mine = [other for other in mine if comparable(other, mark)]
-        changed = bool(mine) and mine[-1] != mark
+        newest = self.store.of_data(dataset).data
+        mine = self._comparable_mark(newest, mark)
+        changed = mine is not None and mine != mark
         if changed and not self.allow_changed_data:
             raise PrivacyError(
                 f"the data is not what it was when {dataset!r} was last used on this machine: use another name for "
                 "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
             )
-        if changed or not mine:
-            names = {e.dataset for e in entries if e.data["fingerprint"] == mark and e.dataset != dataset}
+        if changed or mine is None:
             if not self.allow_other_name:
-                self._refuse_other_name(dataset, sorted(names))
-            self.store.append("data", dataset, run, data={"fingerprint": mark, "allowed_change": changed})
+                self._refuse_other_name(dataset, mark)
+            data = {"fingerprint": mark, "allowed_change": changed, "before": newest}
+            self.store.append("data", dataset, run, data=data)
         return changed
 
-    def _refuse_other_name(self, dataset: str, known: list[str]) -> None:
+    def _comparable_mark(self, row: int, mark: str) -> str | None:
+        """The newest fingerprint of a data set that was made with the key of `mark`; `row` is the newest of all."""
+        while row:
+            data = self.store.entry(row).data
+            if comparable(data["fingerprint"], mark):
+                return str(data["fingerprint"])
+            row = int(data["before"])
+        return None
+
+    def _refuse_other_name(self, dataset: str, mark: str) -> None:
         """Unnamed runs among themselves have no budget to escape from."""
-        if dataset.startswith(_UNNAMED):
-            known = [name for name in known if not name.startswith(_UNNAMED)]
+        known = sorted({entry.dataset for entry in self.store.marked(f"data {mark}")} - {dataset})
+        if not known and not dataset.startswith(UNNAMED):
+            known = [entry.dataset for entry in self.store.marked(f"data unnamed {mark}", limit=1)]
         if known:
-            advice = "" if known[0].startswith(_UNNAMED) else "use that name, or "
+            advice = "" if known[0].startswith(UNNAMED) else "use that name, or "
             raise PrivacyError(
                 f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
                 f"under another name: {advice}say that it has two on purpose (--allow-other-name, "

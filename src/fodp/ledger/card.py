@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
-
 from fodp import _accountants, accounting
 from fodp.accounting import Phase, rounded_up
-from fodp.budget import RenyiBudget, Repetitions, phases_from_data
+from fodp.budget import RenyiBudget, phases_from_data
 from fodp.ledger.book import Ledger
-from fodp.ledger.store import Entry
+from fodp.ledger.checking import faults as faults
+from fodp.ledger.checking import repeated
+from fodp.ledger.rows import Entry
 
 _DELTAS = (1e-5, 1e-6, 1e-8)
 NOT_COVERED = (
@@ -36,36 +36,6 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
         for name in rows
         if dataset in (None, name)
     ]
-
-
-def faults(ledger: Ledger) -> list[str]:
-    """What is wrong with the ledger: damage, edits, sums that are not those of the events, an exceeded budget."""
-    found = ledger.store.faults()
-    if found:
-        return found  # the rest would be computed from numbers that are not ours
-    spent: dict[str, dict[str, float]] = defaultdict(dict)
-    costs: dict[str, Any] = {}
-    steps: dict[str, int] = {}
-    floor: dict[str, int] = {}
-    for entry in ledger.store.select():
-        budget = ledger.budget(entry.dataset)
-        if entry.kind in ("run", "selection") and budget is not None:
-            costs[entry.run] = _costs(entry, budget)
-        if entry.kind == "resume":
-            floor[entry.run] = steps.get(entry.run, 0)
-        if entry.steps is None:
-            continue
-        if entry.steps < floor.get(entry.run, 0):
-            found.append(f"entry {entry.id} gives back steps that an earlier process may have used")
-        steps[entry.run] = entry.steps
-        if budget is not None:
-            expected = costs[entry.run][entry.steps] if entry.run in costs else np.inf
-            if entry.rdp is None or not np.isclose(entry.rdp, expected, rtol=1e-6, atol=1e-12):
-                found.append(f"entry {entry.id} states a cost of {entry.rdp}, its events cost {expected:g}")
-            spent[entry.dataset][entry.run] = entry.rdp or 0.0
-            if sum(spent[entry.dataset].values()) > budget.capacity * (1 + 1e-9):
-                found.append(f"entry {entry.id} exceeds the budget of {entry.dataset!r}")
-    return found
 
 
 def card(record: dict[str, Any]) -> str:
@@ -167,7 +137,7 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
 
 
 def _selection(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
-    repetitions, phases = _repeated(entry)
+    repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
     return {
         "run": entry.run,
@@ -189,7 +159,7 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     spent = _accountants.RenyiAccountant()
     spent.rdp = accounting.rdp_curve(used)[1]
     for entry in selected:
-        repetitions, phases = _repeated(entry)
+        repetitions, phases = repeated(entry)
         spent.rdp = spent.rdp + repetitions.rdp(phases)
     return spent.epsilon(delta)
 
@@ -219,17 +189,6 @@ def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
     if _stopped_early(first, last, budget):
         return "stopped early without a budget: epsilon is that of all its planned steps"
     return "ended in order" if last.kind == "settle" else "running, or crashed"
-
-
-def _repeated(entry: Entry) -> tuple[Repetitions, tuple[Phase, ...]]:
-    return Repetitions(entry.data["mean"], float(entry.data["shape"])), phases_from_data(entry.data["phases"])
-
-
-def _costs(entry: Entry, budget: RenyiBudget) -> Any:
-    if entry.kind == "run":
-        return budget.costs(phases_from_data(entry.data["phases"]))
-    repetitions, phases = _repeated(entry)
-    return {entry.steps: repetitions.rdp(phases)[_accountants.ORDERS.index(budget.order)]}
 
 
 def _when(entry: Entry) -> str:
