@@ -160,6 +160,7 @@ def row_lists(seeded):
         "settle": {},
         "checkpoint": {"step": int, "digest": HEX},
         "selection": {**WHO, "phases": PHASES, "mean": float, "shape": str},
+        "rollback": {**WHO, "known": int, "found": int},
     }
 
 
@@ -221,7 +222,9 @@ def test_files_of_a_command_line_run(tmp_path, capsys, seeded, shared):
     assert main([*words, "--out", str(folder)]) == 0
     seen = capsys.readouterr()
     files = {"config.json", "metrics.csv", "result.json", "privacy.txt", "checkpoint.pt", "accuracy.png"}
-    assert {path.name for path in folder.iterdir()} == files | (set() if shared else {"ledger.sqlite"})
+    assert {path.name for path in folder.iterdir()} == files | (
+        set() if shared else {"ledger.sqlite", "ledger.sqlite.mark"}
+    )
 
     result = json.loads((folder / "result.json").read_text())
     assert unlisted(result, result_list(seeded, shared)) == []
@@ -395,6 +398,12 @@ def test_selections_and_resumes_in_a_ledger(tmp_path):
     assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "r")]) == 0
     numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=9", "--steps=5"]
     assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
+    old = (tmp_path / "l.sqlite").read_bytes()
+    assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
+    (tmp_path / "l.sqlite").write_bytes(old)
+    assert main(["ledger", "accept-rollback", book]) == 0
+    mark = json.loads((tmp_path / "l.sqlite.mark").read_text())
+    assert unlisted(mark, {"ledger": HEX, "entry": int, "chain": HEX, "seal": HEX}) == []
     kinds = {entry.kind for entry in Ledger(book).store.select()}
     assert kinds == set(row_lists(False))
     assert ledger_faults(book, seeded=False) == []

@@ -30,12 +30,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
         "export": "the privacy card in plain text; with --json every entry",
         "select": "charge for the best of a random number of runs",
+        "accept-rollback": "go on with a restored copy that is older than what was known; every card will say so",
     }
     for action, text in helps.items():
         add = actions.add_parser(action, help=text, description=text).add_argument
         add("file", metavar="FILE", help="the ledger, or the folder of a run")
         add("--json", action="store_true", help="print JSON")
-        if action != "check":
+        if action in ("show", "export", "select"):
             add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
         if action == "select":
             add("--budget", metavar="EPS,DELTA", help="budget of the data, if this is its first charge")
@@ -90,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         return _select(options, path)
     if options.action == "check":
         return _check(options, Ledger(path, create=False, verify=False))
+    if options.action == "accept-rollback":
+        return _accept_rollback(options, Ledger(path, create=False, older=True))
     ledger = Ledger(path, create=False)
     records = _records(ledger, options.dataset_name)
     if options.action == "show":
@@ -125,6 +128,15 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
     if found and not options.json:
         raise PrivacyError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
     return 2 if found else 0
+
+
+def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
+    entry = ledger.accept_rollback()
+    if options.json:
+        print(json.dumps({"entry": entry.id, **entry.data}))
+    else:
+        print(f"{ledger.path} goes on from entry {entry.id}, which says that what was known before is forgotten")
+    return 0
 
 
 def _select(options: argparse.Namespace, path: Path) -> int:

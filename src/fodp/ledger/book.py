@@ -43,6 +43,7 @@ class Ledger:
         allow_other_name: bool = False,
         create: bool = True,
         verify: bool = True,
+        older: bool = False,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
             raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
@@ -53,7 +54,7 @@ class Ledger:
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
         self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
-        self.store = Store(path, create=create, verify=verify)
+        self.store = Store(path, create=create, verify=verify, older=older)
 
     @property
     def path(self) -> Path:
@@ -183,6 +184,15 @@ class Ledger:
                 "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
                 "restore a copy of it"
             )
+
+    def accept_rollback(self) -> Entry:
+        """Go on with a ledger that is older than what was known, on purpose: every privacy card says so from now on."""
+        mark = self.store.known_before()
+        if mark is None:
+            raise PrivacyError(f"{self.path} is not older than what is known of it: there is nothing to accept")
+        data = {**_who(), "known": mark.entry, "found": self.store.count()}
+        with self.store.writing():
+            return self.store.append("rollback", "", data=data)
 
     def _begun(self, run: str) -> Entry | None:
         """The row that began a run, if it was begun here."""

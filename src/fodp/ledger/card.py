@@ -27,12 +27,20 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
     """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
     rows: dict[str, list[Entry]] = defaultdict(list)
     names: dict[str, set[str]] = defaultdict(set)  # that one fingerprint goes by
+    rollbacks = []
     for entry in ledger.store.select():
+        if entry.kind == "rollback":
+            rollbacks.append(f"{_when(entry)}, by {entry.data['who']}")
+            continue
         rows[entry.dataset].append(entry)
         if entry.kind == "data":
             names[entry.data["fingerprint"]].add(entry.dataset)
     return [
-        {**_of_dataset(name, ledger.budget(name), rows[name]), "also_known_as": _others(name, names.values())}
+        {
+            **_of_dataset(name, ledger.budget(name), rows[name]),
+            "also_known_as": _others(name, names.values()),
+            "rollbacks": rollbacks,
+        }
         for name in rows
         if dataset in (None, name)
     ]
@@ -82,6 +90,10 @@ def card(record: dict[str, Any]) -> str:
             f"  This data is in the ledger as {', '.join(map(repr, others[:3]))}{more} too: what was released under "
             "all these names adds up, and no guarantee above counts the others."
         )
+    lines += [
+        f"  {rollback}  an older copy of this ledger was put back on purpose: what it forgot is not counted above"
+        for rollback in record["rollbacks"]
+    ]
     lines += ["", f"Not covered: {NOT_COVERED}."]
     return "\n".join(lines)
 

@@ -22,19 +22,19 @@ def faults(ledger: Ledger, tick: Callable[[], object] = lambda: None) -> list[st
 
     `tick` is called twice for every row: this reads all of them, first for their chain and then for their sums.
     """
-    store = ledger.store
-    with store.reading():
-        found = store.faults()
-        for fault in store.chain_faults(tick=tick):
-            found.append(fault)
-            if len(found) >= _MOST:
-                break
-        if found:
-            return found  # the rest would be computed from numbers that are not ours
-        sums = _Sums()
-        for row in store.raw_rows():
-            tick()
-            found += sums.faults(row.entry())
+    store, sums = ledger.store, _Sums()
+    found = store.faults()
+    for fault in store.chain_faults(tick=tick):
+        found.append(fault)
+        if len(found) >= _MOST:
+            break
+    if found:
+        return found  # the rest would be computed from numbers that are not ours
+    for row in store.raw_rows():
+        tick()
+        found += sums.faults(row.entry())
+    if store.known_before() is not None:
+        found.append("it is older than the mark beside it knows (see `fodp ledger accept-rollback`)")
     return found
 
 

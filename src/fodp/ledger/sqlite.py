@@ -147,13 +147,13 @@ class SQLiteRows:
             rows = self._connection.execute("SELECT * FROM entries NOT INDEXED WHERE id = ?", (number,)).fetchall()
         return Raw._make(rows[0]) if rows else None
 
-    def rows(self, first: int = 1, kind: str | None = None) -> Iterator[Raw]:
-        """The rows from this number on, oldest first."""
+    def rows(self, first: int, last: int, kind: str | None = None) -> list[Raw]:
+        """The rows between two numbers, oldest first."""
         condition = "1" if kind is None else "kind = :kind"
-        query = f"SELECT * FROM entries NOT INDEXED WHERE id >= :first AND {condition} ORDER BY id"
+        query = f"SELECT * FROM entries NOT INDEXED WHERE id BETWEEN :first AND :last AND {condition} ORDER BY id"
         with self.plainly():
-            for row in self._connection.execute(query, {"first": first, "kind": kind}):
-                yield Raw._make(row)
+            found = self._connection.execute(query, {"first": first, "last": last, "kind": kind})
+            return [Raw._make(row) for row in found]
 
     def faults(self) -> list[str]:
         """What SQLite itself finds wrong, and what is missing: reads the whole file."""

@@ -5,6 +5,7 @@ the whole file was exchanged, which is why checkpoints, and a mark beside the le
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,20 +14,25 @@ from typing import Any
 
 from fodp._checks import PrivacyError
 from fodp.ledger.header import RESTORE
+from fodp.ledger.mark import Mark, MarkFile
 from fodp.ledger.rows import DataState, Entry, Raw, RunState, Seals, mark_of, states_after, without
 from fodp.ledger.sqlite import SQLiteRows
 
+_AT_ONCE = 2000  # rows
 _NEWEST = 500  # rows whose chain is followed on opening: all of a small ledger, some milliseconds of a large one
 
 
 class Store:
     """The rows. Entries are appended within `writing()`, which holds the only write lock and is all or nothing.
 
-    Without `verify` a file whose rows were changed is opened too, to say what is wrong with it.
+    Without `verify` a file whose rows were changed is opened too, to say what is wrong with it; with `older` one that
+    is older than what was known.
     """
 
-    def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True):
+    def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True, older: bool = False):
         self.path = Path(path)
+        self._mark, self._raises_mark = MarkFile(self.path), False
+        self._refuse_new_beside_mark(create)
         self._rows = SQLiteRows(self.path, create=create, verify=verify)
         self.header = self._rows.header()
         self._seals = Seals(self.header.key)
@@ -34,6 +40,8 @@ class Store:
             with self.reading():
                 for fault in self.chain_faults(max(1, self._rows.newest() - _NEWEST + 1)):
                     raise self._damage(fault)
+            if not older:
+                self._refuse_older()
 
     def close(self) -> None:
         """Close the file."""
@@ -42,9 +50,12 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the write lock: what is read in here is still true when it is written. Nothing is half done."""
-        fix = "nothing was released; free the disk or the file, then resume"
-        with self._rows.plainly("could not be written", fix), self._rows.transaction(write=True):
-            yield
+        fix, self._raises_mark = "nothing was released; free the disk or the file, then resume", False
+        with self._rows.plainly("could not be written", fix):
+            with self._rows.transaction(write=True):
+                yield
+            if self._raises_mark:
+                self._raise_mark()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -89,6 +100,7 @@ class Store:
             ),
         )
         self._rows.insert(row)
+        self._raises_mark |= kind != "reserve"  # these are many, and what a run may reserve is held from its beginning
         return row.entry()
 
     def last(self) -> Entry | None:
@@ -141,9 +153,25 @@ class Store:
         return [self._checked(row) for row in self.raw_rows(kind=kind)]
 
     def raw_rows(self, first: int = 1, kind: str | None = None) -> Iterator[Raw]:
-        """The rows from this number on as they lie there, unchecked."""
+        """The rows from this number on as they lie there, unchecked.
+
+        In parts, so that a reader does not keep others from writing; what is written meanwhile is not read.
+        """
+        last = self.count()
+        while first <= last:
+            with self.reading():
+                part = self._rows.rows(first, min(last, first + _AT_ONCE - 1), kind)
+            yield from part
+            first += _AT_ONCE
+
+    def known_before(self) -> Mark | None:
+        """What the mark beside the ledger knows and the ledger does not; None if it is not older."""
+        mark = self._mark.read()
+        if mark is None:
+            return None
         with self.reading():
-            yield from self._rows.rows(first, kind)
+            known = mark.ledger == self.header.identity and mark.entry <= self.count()
+            return None if known and self.entry(mark.entry).chain == mark.chain else mark
 
     def others_taken(self, dataset: str, run: str) -> float:
         """What all other runs on the data set count as having used, or hold."""
@@ -156,7 +184,7 @@ class Store:
 
     def chain_faults(self, first: int = 1, tick: Callable[[], object] = lambda: None) -> Iterator[str]:
         """Rows, from this number on, that are not what was written or break the chain."""
-        before, expected = "", first
+        before, expected, last = "", first, self.count()
         if first > 1:
             before, expected = self.entry(first).chain, first + 1
         for row in self.raw_rows(expected):
@@ -166,9 +194,40 @@ class Store:
             if not self._seals.intact(row) or not self._seals.follows(before, row):
                 yield f"entry {row.id} was changed, or the one before it"
             before, expected = row.chain, row.id + 1
-        newest = self._rows.newest()
-        if newest >= expected:
+        if expected <= last:
             yield f"entry {expected} is missing"
+
+    def _raise_mark(self) -> None:
+        """Under the write lock, so that of two processes the later one has the last word."""
+        with self._rows.transaction(write=True):
+            last = self.last()
+            if last is not None:
+                self._mark.write(Mark(self.header.identity, last.id, last.chain))
+
+    def _refuse_new_beside_mark(self, create: bool) -> None:
+        """Where there was a ledger, a new one would be a new budget."""
+        if create and "\0" not in str(self.path) and os.path.exists(self._mark.path) and not os.path.exists(self.path):
+            raise PrivacyError(
+                f"the ledger {self.path} is gone, though {self._mark.path} knows that there was one: {RESTORE}; delete "
+                "the mark only if nothing was ever spent"
+            )
+
+    def _refuse_older(self) -> None:
+        mark = self.known_before()
+        if mark is None:
+            return
+        if mark.ledger != self.header.identity:
+            raise PrivacyError(
+                f"{self.path} is another ledger than the one that was here ({self._mark.path} knows it): put that back "
+                "and give this one another name; if you exchanged them on purpose, "
+                f"`fodp ledger accept-rollback {self.path}` goes on and writes that down"
+            )
+        raise PrivacyError(
+            f"the ledger {self.path} is older than what was known here: it ends with entry {self.count()}, and "
+            f"{self._mark.path} knows entry {mark.entry}, so it has forgotten what was spent since. Restore the newest "
+            f"copy; if this is the newest there is, `fodp ledger accept-rollback {self.path}` goes on and writes that "
+            "down"
+        )
 
     def _newest(self, column: str, number: int, limit: int = 1) -> list[Entry]:
         with self.reading():
