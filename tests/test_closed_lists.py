@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import audit
+from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.training import checkpoint
@@ -146,6 +147,7 @@ def config_list(seeded, shared):
 
 WHO = {"who": str, "fodp": str}
 ABOUT = {"method": str, "noise_multiplier": float, "delta": float, "accountant": str, "randomness": str}
+HOLD = (float, NoneType)  # what the whole plan costs, where there is a budget
 PHASES = Each([Each([float, float]), int])
 
 
@@ -154,14 +156,17 @@ def row_lists(seeded):
     return {
         "budget": {"epsilon": float, "delta": float, "order": float},
         "data": {"fingerprint": MARK, "allowed_change": bool, "before": int},
-        "run": {**WHO, "about": ABOUT, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType},
-        "resume": {**WHO, "about": ABOUT},
+        "run": {
+            **WHO, "about": ABOUT, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType, "hold": HOLD,
+        },
+        "resume": {**WHO, "about": ABOUT, "hold": HOLD},
         "reserve": {},
         "settle": {},
         "checkpoint": {"step": int, "digest": HEX},
         "selection": {**WHO, "phases": PHASES, "mean": float, "shape": str},
+        "release": WHO,
         "rollback": {**WHO, "known": int, "found": int},
-    }
+    }  # fmt: skip
 
 
 def ledger_faults(path, seeded):
@@ -391,6 +396,7 @@ class TestMutants:
 
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""
+    dead = ("dp-sgd", 9.0, 1e-5, "rdp", "secure")
     words = ["--epochs=1", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
     book = str(tmp_path / "l.sqlite")
     shared = ["--ledger", book, "--dataset-name=people"]
@@ -398,6 +404,10 @@ def test_selections_and_resumes_in_a_ledger(tmp_path):
     assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "r")]) == 0
     numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=9", "--steps=5"]
     assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
+    Ledger(book, dataset="people").open(
+        "dead", (Phase((Event(0.1, 9.0),), 5),), 5, about=dict(zip(ABOUT, dead, strict=True))
+    )
+    assert main(["ledger", "release", book, "dea"]) == 0
     old = (tmp_path / "l.sqlite").read_bytes()
     assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
     (tmp_path / "l.sqlite").write_bytes(old)

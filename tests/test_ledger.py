@@ -207,10 +207,11 @@ class TestBudget:
                 forbidden()
         assert second.covers(1)
 
-    def test_steps_run_out_in_the_middle_when_another_run_takes_them(self, tmp_path):
+    def test_steps_run_out_in_the_middle_when_a_released_run_was_alive(self, tmp_path):
         book = named(tmp_path)
         slow = book.open("slow", PHASES, 60)
         assert slow.covers(0)
+        book.release("slow")
         exhaust(tmp_path)
         assert not slow.covers(slow.charged)
         assert faults(book) == []
@@ -474,6 +475,7 @@ class TestFingerprint:
         class Thief(Callback):
             def on_step(self, trainer):
                 if trainer.step == 2:
+                    book.release(trainer.run_id)
                     exhaust(tmp_path)
 
             def on_epoch(self, trainer):

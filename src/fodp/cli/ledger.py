@@ -30,11 +30,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
         "export": "the privacy card in plain text; with --json every entry",
         "select": "charge for the best of a random number of runs",
+        "release": "give back what a dead run holds for steps to come; what it used stays charged",
         "accept-rollback": "go on with a restored copy that is older than what was known; every card will say so",
     }
     for action, text in helps.items():
         add = actions.add_parser(action, help=text, description=text).add_argument
         add("file", metavar="FILE", help="the ledger, or the folder of a run")
+        if action == "release":
+            add("held_by", metavar="RUN", help="the run, or the first letters of its name")
         add("--json", action="store_true", help="print JSON")
         if action in ("show", "export", "select"):
             add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
@@ -94,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "accept-rollback":
         return _accept_rollback(options, Ledger(path, create=False, older=True))
     ledger = Ledger(path, create=False)
+    if options.action == "release":
+        return _release(options, ledger)
     records = _records(ledger, options.dataset_name)
     if options.action == "show":
         print(json.dumps(records)) if options.json else _table(records)
@@ -128,6 +133,20 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
     if found and not options.json:
         raise PrivacyError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
     return 2 if found else 0
+
+
+def _release(options: argparse.Namespace, ledger: "Ledger") -> int:
+    begun = {entry.run for entry in ledger.store.select("run") if entry.run.startswith(options.held_by)}
+    held = sorted(run for run in begun if ledger.store.of_run(run).holds)
+    if len(held) > 1:
+        raise PrivacyError(f"{options.held_by!r} may be {' or '.join(run[:20] for run in held[:3])}: write more of it")
+    hold = ledger.release(held[0] if held else options.held_by)
+    if options.json:
+        print(json.dumps({"run": hold.run, "dataset": hold.dataset, "left": ledger.left(hold.dataset)}))
+    else:
+        left = f"{ledger.left(hold.dataset):.1%} of the budget of {hold.dataset} is left"
+        print(f"what run {hold.run[:12]} of {hold.who} held since {hold.since} is given back; {left}")
+    return 0
 
 
 def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
@@ -172,6 +191,7 @@ def _table(records: list[dict[str, Any]]) -> None:
         if budget is not None:
             granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
             title += f": budget {granted}, {budget['left']:.1%} left"
+            title += f", {budget['held']:.1%} held" if budget["held"] > 1e-9 else ""
         table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
         for row in record["runs"]:
             what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"

@@ -58,7 +58,8 @@ class Account:
             wanted = min(step + self._block(started, step), self._last)
             if self._costs is not None and self._budget is not None:
                 left = self._budget.capacity - self._store.others_taken(self._opened.dataset, self._opened.run)
-                wanted = min(wanted, int(np.searchsorted(self._costs, left, side="right")) - 1)
+                free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
+                wanted = min(wanted, int(np.searchsorted(self._costs, free, side="right")) - 1)
             entry = self._append("reserve", wanted) if wanted > self._granted else None
         if entry is not None:
             self._granted, self.position = wanted, (entry.id, entry.chain)

@@ -4,9 +4,9 @@ import getpass
 import math
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,20 @@ from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_to_data
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
+from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
 from fodp.ledger.rows import UNNAMED, Entry
 from fodp.ledger.store import Store
+
+
+class Opening(NamedTuple):
+    """What a training says when it begins a run or takes one up."""
+
+    run: str
+    phases: Sequence[Phase]
+    steps: int
+    about: Mapping[str, Any]
+    fingerprint: str | None
+    seed: str | None
 
 
 class Ledger:
@@ -31,6 +43,9 @@ class Ledger:
     Unnamed runs are written down, each for itself. Where data under a name no longer is what it was on this
     machine, runs stop unless `allow_changed_data`; where it is in the ledger under another name, whose budget it
     would escape, they stop unless `allow_other_name`.
+
+    A new run holds what its whole plan costs until it ends, so that runs do not starve each other; one that does not
+    fit is refused, or waits up to `wait` seconds if what others hold but have not used would do.
     """
 
     def __init__(
@@ -44,6 +59,7 @@ class Ledger:
         create: bool = True,
         verify: bool = True,
         older: bool = False,
+        wait: float = 0.0,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
             raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
@@ -54,6 +70,7 @@ class Ledger:
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
         self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
+        self._queue = Queue(wait)
         self.store = Store(path, create=create, verify=verify, older=older)
 
     @property
@@ -86,6 +103,27 @@ class Ledger:
             budget, taken = self.budget(dataset), self.store.of_data(dataset).taken
         return math.inf if budget is None else max(0.0, 1 - taken / budget.capacity)
 
+    def tell_waiting(self, tell: Callable[[str], object]) -> None:
+        """Have it said when a run begins to wait for room, and for whom."""
+        self._queue.tell = tell
+
+    def holds(self, dataset: str) -> list[Hold]:
+        """Who keeps a part of the data set's budget for steps to come, newest first."""
+        return holds(self.store, dataset)
+
+    def release(self, run: str) -> Hold:
+        """Give back what a run holds for steps to come; what it used stays charged.
+
+        Meant for runs that died. One that is still alive goes on while there is room, as if it had been resumed late.
+        """
+        with self.store.writing():
+            state = self.store.of_run(run)
+            if not state.holds:
+                raise PrivacyError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
+            hold = Hold.of(self.store, state)
+            self.store.append("release", hold.dataset, run, data=_who())
+        return hold
+
     def has_budgets(self) -> bool:
         """Has any data set in here a budget, or is about to get one?"""
         return self._wanted is not None or any(self.store.select("budget"))
@@ -96,7 +134,8 @@ class Ledger:
             budget = self._agreed_budget(self.dataset, phases)
             self._refuse_used_seed(seed, budget is not None)
             if budget is not None:
-                self._refuse_unfit(self.dataset, budget, budget.costs(phases), steps)
+                dataset, costs = self.dataset, budget.costs(phases)
+                self._queue.until_fit(lambda: self._refuse_unfit(dataset, budget, costs, steps))
 
     def open(
         self,
@@ -114,35 +153,46 @@ class Ledger:
         it, another run has used, if either's data has a budget. Whoever held the run before, in a process that is
         still alive, gets no more steps.
         """
+        mine = Opening(run, phases, steps, about or {}, fingerprint, seed)
         known = self._begun(run)
         if known is not None:
             self._refuse_other_run(known, phases)
         dataset = self._name(run) if known is None else known.dataset
         budget = self._agreed_budget(dataset, phases)
-        costs = None if budget is None else budget.costs(phases)
+        return self._queue.until_fit(lambda: self._opened(mine, known, dataset, budget))
+
+    def _opened(self, mine: Opening, known: Entry | None, dataset: str, budget: RenyiBudget | None) -> Account:
+        """The account of a run, or a refusal: all in one transaction."""
+        costs = None if budget is None else budget.costs(mine.phases)
         with self.store.writing():
             stored = self.budget(dataset)
             if stored != budget and stored is not None:  # another process was quicker
                 self._refuse_other_budget(dataset, stored)
-                budget, costs = stored, stored.costs(phases)
+                budget, costs = stored, stored.costs(mine.phases)
             if known is None:
-                self._refuse_used_seed(seed, budget is not None)
+                self._refuse_used_seed(mine.seed, budget is not None)
             if budget is not None and costs is not None:
                 if known is None:
-                    self._refuse_unfit(dataset, budget, costs, steps)
+                    self._refuse_unfit(dataset, budget, costs, mine.steps)
                 if stored is None:
                     self._refuse_late_budget(dataset)  # again: another process may have begun a run meanwhile
                     self._append_budget(dataset, budget)
-            changed = self._check_fingerprint(dataset, run, fingerprint)
-            data = {**_who(), "about": dict(about or {})}
+            changed = self._check_fingerprint(dataset, mine.run, mine.fingerprint)
+            data = {**_who(), "about": dict(mine.about), "hold": self._hold(mine, dataset, budget, costs)}
             if known is None:
-                data |= {"phases": phases_to_data(phases), "seed": seed}
-                opened = self.store.append(
-                    "run", dataset, run, steps=0, rdp=None if costs is None else 0.0, data={**data, "planned": steps}
-                )
+                data |= {"phases": phases_to_data(mine.phases), "seed": mine.seed, "planned": mine.steps}
+                rdp = None if costs is None else 0.0
+                opened = self.store.append("run", dataset, mine.run, steps=0, rdp=rdp, data=data)
             else:
-                opened = self.store.append("resume", dataset, run, data=data)
-        return Account(self.store, opened, costs, budget, steps, self.steps(run) or 0, changed)
+                opened = self.store.append("resume", dataset, mine.run, data=data)
+        return Account(self.store, opened, costs, budget, mine.steps, opened.of_run.steps or 0, changed)
+
+    def _hold(self, mine: Opening, dataset: str, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
+        """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""
+        if budget is None or costs is None:
+            return None
+        left = budget.capacity - self.store.others_taken(dataset, mine.run)
+        return max(0.0, min(float(costs[mine.steps]), left))
 
     def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions) -> str:
         """Charge for releasing the best of `repetitions.draw()` runs of `phases`; returns the charge's id.
@@ -230,16 +280,18 @@ class Ledger:
             )
 
     def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
-        left = budget.capacity - self.store.of_data(dataset).taken
+        state = self.store.of_data(dataset)
+        left = budget.capacity - state.taken
         if costs[steps] <= left:
             return
         fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
-        share = max(0.0, left) / budget.capacity
-        raise PrivacyError(
-            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has {share:.1%} left and "
-            f"this needs {costs[steps] / budget.capacity:.1%}: "
+        raise NoRoom(
+            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has "
+            f"{max(0.0, left) / budget.capacity:.1%} left and this needs {costs[steps] / budget.capacity:.1%}: "
             + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
             + "; take fewer steps or more noise"
+            + told(self.store, dataset, budget),
+            later=bool(costs[steps] <= budget.capacity - state.spent),
         )
 
     def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any
 
 from fodp import _accountants, accounting
@@ -11,6 +10,7 @@ from fodp.budget import RenyiBudget, phases_from_data
 from fodp.ledger.book import Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
+from fodp.ledger.holds import when
 from fodp.ledger.rows import Entry
 
 _DELTAS = (1e-5, 1e-6, 1e-8)
@@ -30,7 +30,7 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
     rollbacks = []
     for entry in ledger.store.select():
         if entry.kind == "rollback":
-            rollbacks.append(f"{_when(entry)}, by {entry.data['who']}")
+            rollbacks.append(f"{when(entry)}, by {entry.data['who']}")
             continue
         rows[entry.dataset].append(entry)
         if entry.kind == "data":
@@ -55,7 +55,8 @@ def card(record: dict[str, Any]) -> str:
             "Guarantee: everything ever released under this name in this ledger is "
             f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})-differentially private, "
             "whatever was run, and however runs were chosen after seeing earlier ones.",
-            f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
+            f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}"
+            + (f"; held by runs that have not ended: {budget['held']:.1%}." if budget["held"] > 1e-9 else "."),
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
     lines += [
@@ -103,7 +104,7 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     begun = [entry for entry in rows if entry.kind == "run"]
     selected = [entry for entry in rows if entry.kind == "selection"]
     deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
-    spent = sum(entry.rdp or 0.0 for entry in last.values())
+    spent, taken = rows[-1].of_data.spent, rows[-1].of_data.taken
     used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
@@ -114,14 +115,15 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
             "delta": budget.delta,
             "order": budget.order,
             "spent": spent / budget.capacity,
-            "left": max(0.0, 1 - spent / budget.capacity),
+            "held": (taken - spent) / budget.capacity,
+            "left": max(0.0, 1 - taken / budget.capacity),
             "epsilons": {delta: budget.epsilon_at(delta) for delta in deltas},
         },
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
         "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
         "runs": [_run(entry, last[entry.run], budget) for entry in begun],
         "selections": [_selection(entry, budget) for entry in selected],
-        "changes": [_when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
+        "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
 
 
@@ -134,8 +136,8 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
     return {
         "run": first.run,
         "who": first.data["who"],
-        "began": _when(first),
-        "last": _when(last),
+        "began": when(first),
+        "last": when(last),
         "about": first.data["about"],
         "planned": first.data["planned"],
         "steps": last.steps,
@@ -154,7 +156,7 @@ def _selection(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
     return {
         "run": entry.run,
         "who": entry.data["who"],
-        "began": _when(entry),
+        "began": when(entry),
         "mean": entry.data["mean"],
         "shape": entry.data["shape"],
         "epsilon": repetitions.epsilon(phases, delta),
@@ -201,10 +203,6 @@ def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
     if _stopped_early(first, last, budget):
         return "stopped early without a budget: epsilon is that of all its planned steps"
     return "ended in order" if last.kind == "settle" else "running, or crashed"
-
-
-def _when(entry: Entry) -> str:
-    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _pairs(epsilons: dict[float, float]) -> str:
