@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -26,6 +27,8 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
 from fodp.ledger.fingerprint import fingerprint, secret_file
+from fodp.ledger.rows import DataState, RunState, states_after
+from fodp.ledger.sqlite import SQLiteRows
 from fodp.training.callbacks import Callback
 
 STEP = Event(1.0, 35.0)
@@ -341,6 +344,39 @@ class TestFile:
         thread.start()
         thread.join()
         assert done
+
+
+class TestSize:
+    def test_no_more_rows_are_read_for_a_grant_when_there_are_more_runs(self, tmp_path, monkeypatch):
+        """Rows are counted, not seconds: opening reads the newest hundred, a run and a reservation a few."""
+        read = []
+        original = SQLiteRows.row
+        monkeypatch.setattr(SQLiteRows, "row", lambda rows, number: read.append(number) or original(rows, number))
+
+        def reads():
+            book = named(tmp_path, budget=(9.0, 1e-5))
+            read.clear()
+            account = book.open(f"timed {len(read)} {book.store.count()}", PHASES, 1, seed="a:b", fingerprint="a:data")
+            assert account.covers(0)
+            assert book.left("people") < 1
+            return len(read)
+
+        few = reads()
+        for number in range(60):
+            spend(named(tmp_path, budget=(9.0, 1e-5)), f"run {number}", 1)
+        with pytest.raises(fodp.PrivacyError, match="used this seed"):
+            reads()
+        assert len(read) <= few
+        monkeypatch.setattr(Ledger, "_refuse_used_seed", lambda *_: None)
+        assert reads() <= few + 2
+
+    def test_a_long_sum_is_never_below_the_truth(self):
+        data, costs = DataState(), np.random.default_rng(0).exponential(1e-3, 2000)
+        for number, cost in enumerate(costs):
+            data, _ = states_after(number, "selection", 1, float(cost), {}, data, RunState())
+        truth = math.fsum(costs)
+        assert truth <= data.spent <= truth * (1 + 1e-11)
+        assert data.spent == data.taken
 
 
 class TestFingerprint:
@@ -761,6 +797,44 @@ class TestCommandLine:
         assert main(["train", *self.QUICK, *words]) == 2
         assert "add --" in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
+
+    def test_show_leafs_through_many_runs(self, capsys, tmp_path):
+        book = named(tmp_path)
+        for number in range(30):
+            spend(book, f"run {number:02}", 1)
+        path = str(tmp_path / "l.sqlite")
+
+        def shown(*words):
+            assert main(["ledger", "show", path, *words, "--json"]) == 0
+            (record,) = json.loads(capsys.readouterr().out)
+            assert (record["run_count"], record["pages"]) == (30, 2)
+            return [run["run"] for run in record["runs"]]
+
+        names = [f"run {number:02}" for number in reversed(range(30))]
+        assert shown() == names[:25]
+        assert shown("--page", "2") == names[25:]
+        assert shown("--page", "3") == []
+        assert shown("--all") == names
+        assert main(["ledger", "show", path]) == 0
+        text = capsys.readouterr().out
+        assert re.match(r"people: 30 runs, budget \(1, 1e-05\): [0-9.]+% spent, [0-9.]+% left", text)
+        assert "page 1 of 2" in text
+        assert main(["ledger", "show", path, "--page", "0"]) == 2
+        assert "page" in capsys.readouterr().err
+
+    def test_a_bar_appears_when_a_check_takes_long(self, capsys, tmp_path, monkeypatch):
+        spend(named(tmp_path), "a", 5)
+        check = ["ledger", "check", str(tmp_path / "l.sqlite")]
+        monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich is concerned
+        monkeypatch.setenv("TERM", "xterm")
+        assert main(check) == 0
+        assert "checking" not in capsys.readouterr().err
+        monkeypatch.setattr("fodp.cli.waiting._PATIENCE", 0.0)
+        monkeypatch.setattr("fodp.ledger.store.Store.faults", lambda store: time.sleep(0.5) or [])
+        assert main(check) == 0
+        seen = capsys.readouterr()
+        assert "checking" in seen.err
+        assert "checking" not in seen.out
 
     def test_an_unknown_name(self, capsys, tmp_path):
         spend(named(tmp_path), "a", 5)

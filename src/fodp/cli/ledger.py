@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp ledger`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     helps = {
-        "show": "a table of all runs and what is left",
+        "show": "what is left, and a table of the newest runs",
         "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
         "export": "the privacy card in plain text; with --json every entry",
         "select": "charge for the best of a random number of runs",
@@ -36,6 +36,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     for action, text in helps.items():
         add = actions.add_parser(action, help=text, description=text).add_argument
         add("file", metavar="FILE", help="the ledger, or the folder of a run")
+        if action == "show":
+            add("--page", type=int, default=1, metavar="N", help="older runs, page by page; default 1, the newest")
+            add("--all", action="store_true", help="all runs at once")
         if action == "release":
             add("held_by", metavar="RUN", help="the run, or the first letters of its name")
         add("--json", action="store_true", help="print JSON")
@@ -67,14 +70,15 @@ def parse_budget(text: str) -> tuple[float, float]:
 def refuse_unguarded(path: Path, dataset: str, budget: str | None, no_budget: bool) -> None:
     """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
     from fodp.ledger import Ledger
-    from fodp.ledger.card import summary
+    from fodp.ledger.pages import known_names
+    from fodp.ledger.rows import DataState
 
     if budget is not None or no_budget:
         return
     ledger = Ledger(path, create=False) if os.path.exists(path) else None
-    known = [] if ledger is None else sorted({record["dataset"] for record in summary(ledger)})
-    if dataset not in known:
-        told = f"knows {', '.join(known)}" if known else "is new"
+    if ledger is None or ledger.store.of_data(dataset) == DataState():
+        known = "" if ledger is None else known_names(ledger)
+        told = f"knows {known}" if known else "is new"
         raise PrivacyError(
             f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
             "--no-budget to write down without a limit"
@@ -99,10 +103,10 @@ def run(options: argparse.Namespace) -> int:
     ledger = Ledger(path, create=False)
     if options.action == "release":
         return _release(options, ledger)
-    records = _records(ledger, options.dataset_name)
     if options.action == "show":
-        print(json.dumps(records)) if options.json else _table(records)
-    elif options.json:
+        return _show(options, ledger)
+    records = _records(ledger, options.dataset_name)
+    if options.json:
         entries = [e._asdict() for e in ledger.store.select() if options.dataset_name in (None, e.dataset)]
         print(json.dumps({"summary": records, "entries": entries}))
     else:
@@ -114,18 +118,29 @@ def run(options: argparse.Namespace) -> int:
 
 def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
     from fodp.ledger.card import summary
+    from fodp.ledger.pages import known_names
 
     records = summary(ledger, dataset)
     if dataset is not None and not records:
-        known = sorted({record["dataset"] for record in summary(ledger)})
-        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {', '.join(known) or 'none'}")
+        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}")
     return records
 
 
+def _show(options: argparse.Namespace, ledger: "Ledger") -> int:
+    from fodp.ledger.pages import overview
+
+    records = overview(ledger, options.dataset_name, None if options.all else options.page)
+    print(json.dumps(records)) if options.json else _table(records)
+    return 0
+
+
 def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
+    from fodp.cli.waiting import slow_bar
     from fodp.ledger.card import faults
 
-    found, entries = faults(ledger), ledger.store.count()
+    entries = ledger.store.count()
+    with slow_bar("checking", 2 * entries) as tick:
+        found = faults(ledger, tick)
     if options.json:
         print(json.dumps({"ok": not found, "entries": entries, "faults": found}))
     elif not found:
@@ -186,13 +201,9 @@ def _table(records: list[dict[str, Any]]) -> None:
 
     console = Console()
     for record in records:
-        budget = record["budget"]
-        title = record["dataset"]
-        if budget is not None:
-            granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
-            title += f": budget {granted}, {budget['left']:.1%} left"
-            title += f", {budget['held']:.1%} held" if budget["held"] > 1e-9 else ""
-        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
+        console.print(_summary(record), soft_wrap=True)
+    for record in filter(lambda record: record["run_count"], records):
+        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=record["dataset"])
         for row in record["runs"]:
             what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
             epsilon = f"{rounded_up(row['epsilon'])} at {rounded_up(row['delta'], 6)}"
@@ -204,6 +215,20 @@ def _table(records: list[dict[str, Any]]) -> None:
                 row["began"], "selection", row["who"], what, "", rounded_up(row["epsilon"]), _share(row), "charged"
             )
         console.print(table)
+        if record["page"] is not None and record["pages"] > 1:
+            console.print(f"page {record['page']} of {record['pages']}, newest first: --page N, or --all")
+
+
+def _summary(record: dict[str, Any]) -> str:
+    from fodp.accounting import rounded_up
+
+    budget, runs = record["budget"], record["run_count"]
+    text = f"{record['dataset']}: {runs} {'run' if runs == 1 else 'runs'}"
+    if budget is None:
+        return f"{text}, no budget"
+    granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
+    held = f", {budget['held']:.1%} held by runs that have not ended" if budget["held"] > 1e-9 else ""
+    return f"{text}, budget {granted}: {budget['spent']:.1%} spent{held}, {budget['left']:.1%} left"
 
 
 def _share(row: dict[str, Any]) -> str:

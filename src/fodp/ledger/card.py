@@ -11,7 +11,7 @@ from fodp.ledger.book import Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
 from fodp.ledger.holds import when
-from fodp.ledger.rows import Entry
+from fodp.ledger.rows import DataState, Entry
 
 _DELTAS = (1e-5, 1e-6, 1e-8)
 NOT_COVERED = (
@@ -103,35 +103,42 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
     begun = [entry for entry in rows if entry.kind == "run"]
     selected = [entry for entry in rows if entry.kind == "selection"]
-    deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
-    spent, taken = rows[-1].of_data.spent, rows[-1].of_data.taken
+    deltas = _deltas(budget)
     used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
-        "budget": None
-        if budget is None
-        else {
-            "epsilon": budget.epsilon,
-            "delta": budget.delta,
-            "order": budget.order,
-            "spent": spent / budget.capacity,
-            "held": (taken - spent) / budget.capacity,
-            "left": max(0.0, 1 - taken / budget.capacity),
-            "epsilons": {delta: budget.epsilon_at(delta) for delta in deltas},
-        },
+        "budget": None if budget is None else budget_record(budget, rows[-1].of_data),
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
         "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
-        "runs": [_run(entry, last[entry.run], budget) for entry in begun],
-        "selections": [_selection(entry, budget) for entry in selected],
+        "runs": [run_record(entry, last[entry.run], budget) for entry in begun],
+        "selections": [selection_record(entry, budget) for entry in selected],
         "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
+
+
+def budget_record(budget: RenyiBudget, state: DataState) -> dict[str, Any]:
+    """What is said of a budget and of what runs have left of it."""
+    return {
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "order": budget.order,
+        "spent": state.spent / budget.capacity,
+        "held": (state.taken - state.spent) / budget.capacity,
+        "left": max(0.0, 1 - state.taken / budget.capacity),
+        "epsilons": {delta: budget.epsilon_at(delta) for delta in _deltas(budget)},
+    }
+
+
+def _deltas(budget: RenyiBudget | None) -> list[float]:
+    return sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
 
 
 def _others(name: str, groups: Iterable[set[str]]) -> list[str]:
     return sorted({other for group in groups if name in group for other in group} - {name})
 
 
-def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def run_record(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+    """What is said of one run, from the row that began it and the newest one that says what it used."""
     delta = float(first.data["about"].get("delta", _DELTAS[0] if budget is None else budget.delta))
     return {
         "run": first.run,
@@ -150,7 +157,8 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
     }
 
 
-def _selection(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def selection_record(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+    """What is said of one selection."""
     repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
     return {

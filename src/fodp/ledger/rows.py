@@ -98,24 +98,30 @@ class Seals:
 
     def number(self, *words: str) -> int:
         """What a row is found by: 63 bits, so that an index holds whole numbers only."""
-        return int.from_bytes(self._hash(8, words), "big") >> 1
+        return int.from_bytes(self._hash(8, "number", _text(words)), "big") >> 1
 
     def sealed(self, before: str, values: Sequence[Any]) -> Raw:
         """The row with its place in the chain and its own seal."""
-        chain = self._hash(32, (before, *values)).hex()
-        return Raw._make((*values, chain, self._hash(16, (*values, chain)).hex()))
+        text = _text(values)
+        chain = self._hash(32, before, text).hex()
+        return Raw._make((*values, chain, self._hash(16, chain, text).hex()))
 
     def intact(self, row: Raw) -> bool:
         """Is the row, for itself, what was written?"""
-        return row.seal == self._hash(16, row[:-1]).hex()
+        return row.seal == self._hash(16, row.chain, _text(row[:-2])).hex()
 
     def follows(self, before: str, row: Raw) -> bool:
-        """Does the row follow one whose chain ends in `before`?"""
-        return row.chain == self._hash(32, (before, *row[:-2])).hex()
+        """Is the row what was written, and after a row whose chain ends in `before`?"""
+        text = _text(row[:-2])
+        right = row.seal == self._hash(16, row.chain, text).hex()
+        return right and row.chain == self._hash(32, before, text).hex()
 
-    def _hash(self, size: int, values: Sequence[Any]) -> bytes:
-        text = json.dumps(values, default=repr)  # repr: not ours anyway
-        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size, key=self._key).digest()
+    def _hash(self, size: int, before: object, text: str) -> bytes:
+        # The size is part of what is hashed: a seal is never a chain.
+        return hashlib.blake2b(f"{before};{text}".encode("utf-8", "replace"), digest_size=size, key=self._key).digest()
+
+
+_text = json.JSONEncoder(default=repr).encode  # repr: bytes where text should be are not ours anyway
 
 
 def mark_of(kind: str, dataset: str, data: Mapping[str, Any]) -> str | None:

@@ -155,6 +155,22 @@ class SQLiteRows:
             found = self._connection.execute(query, {"first": first, "last": last, "kind": kind})
             return [Raw._make(row) for row in found]
 
+    def begun(self, number: int, limit: int, skip: int) -> list[int]:
+        """The runs and selections of a data set, newest first, for those who leaf through them."""
+        query = (
+            "SELECT id FROM entries INDEXED BY by_dataset_1 WHERE by_dataset = ? AND kind IN ('run', 'selection') "
+            "ORDER BY id DESC LIMIT ? OFFSET ?"
+        )
+        with self.plainly():
+            return [row[0] for row in self._connection.execute(query, (number, limit, skip))]
+
+    def next_dataset(self, number: int) -> int | None:
+        """The data set that comes next in an index, by its number."""
+        query = "SELECT by_dataset FROM entries INDEXED BY by_dataset_1 WHERE by_dataset > ? ORDER BY 1 LIMIT 1"
+        with self.plainly():
+            found = self._connection.execute(query, (number,)).fetchone()
+        return None if found is None else int(found[0])
+
     def faults(self) -> list[str]:
         """What SQLite itself finds wrong, and what is missing: reads the whole file."""
         with self.plainly():

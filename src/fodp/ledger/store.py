@@ -19,7 +19,7 @@ from fodp.ledger.rows import DataState, Entry, Raw, RunState, Seals, mark_of, st
 from fodp.ledger.sqlite import SQLiteRows
 
 _AT_ONCE = 2000  # rows
-_NEWEST = 500  # rows whose chain is followed on opening: all of a small ledger, some milliseconds of a large one
+_NEWEST = 100  # rows whose chain is followed on opening: all of a small ledger, some milliseconds of a large one
 
 
 class Store:
@@ -148,6 +148,21 @@ class Store:
                 raise self._damage(f"entry {entry.id} has another mark than its index says")
         return found
 
+    def begun(self, dataset: str, limit: int, skip: int = 0) -> list[Entry]:
+        """Runs and selections of a data set, newest first, for those who leaf through them."""
+        with self.reading():
+            found = self._rows.begun(self._seals.number("dataset", dataset), limit, skip)
+            return [self.entry(place) for place in found]
+
+    def datasets(self) -> Iterator[tuple[str, DataState]]:
+        """All data sets, in no order, and what their rows come to; for those who look around."""
+        number = self._rows.next_dataset(-1)
+        while number is not None:
+            (newest,) = self._newest("by_dataset", number)
+            if newest.dataset:
+                yield newest.dataset, newest.of_data
+            number = self._rows.next_dataset(number)
+
     def select(self, kind: str | None = None) -> list[Entry]:
         """All rows, or those of a kind, oldest first. Reads the whole file."""
         return [self._checked(row) for row in self.raw_rows(kind=kind)]
@@ -191,7 +206,7 @@ class Store:
             tick()
             if row.id != expected:
                 yield f"entry {expected} is missing"
-            if not self._seals.intact(row) or not self._seals.follows(before, row):
+            if not self._seals.follows(before, row):
                 yield f"entry {row.id} was changed, or the one before it"
             before, expected = row.chain, row.id + 1
         if expected <= last:
