@@ -60,9 +60,6 @@ RULES = {
     26: "What each file of a run may hold is a closed list; times and messages are on it.",
 }
 
-# Rules whose tests are still to be written, and when they will be.
-LATER = {25: "It comes with the next work on the ledger."}
-
 
 def guards() -> dict[int, list[tuple[str, str]]]:
     """For every rule, the (file, test) pairs that are marked with it, in the order of the files."""
@@ -89,7 +86,7 @@ def page() -> str:
     for number, tests in sorted(guards().items()):
         lines += [f"## Rule {number}", "", RULES.get(number, "(unknown rule)"), ""]
         lines += [f"* [{file}](../tests/{file}): {_sentence(name)}" for file, name in tests]
-        lines += ([] if tests else [f"* **No test guards this rule yet.** {LATER.get(number, '')}".rstrip()]) + [""]
+        lines += ([] if tests else ["* **No test guards this rule yet.**"]) + [""]
     return "\n".join(lines)
 
 

@@ -95,7 +95,7 @@ class TestTrain:
         names = {path.name for path in out_dir.iterdir()}
         assert names == {
             "config.json", "metrics.csv", "result.json", "privacy.txt", "checkpoint.pt", "ledger.sqlite",
-            "accuracy.png",
+            "ledger.sqlite.mark", "accuracy.png",
         }  # fmt: skip
         assert "differentially private" in (out_dir / "privacy.txt").read_text()
         assert json.loads((out_dir / "config.json").read_text())["plan"]["steps"] == 20

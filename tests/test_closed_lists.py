@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import audit
+from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.training import checkpoint
@@ -146,6 +147,7 @@ def config_list(seeded, shared):
 
 WHO = {"who": str, "fodp": str}
 ABOUT = {"method": str, "noise_multiplier": float, "delta": float, "accountant": str, "randomness": str}
+HOLD = (float, NoneType)  # what the whole plan costs, where there is a budget
 PHASES = Each([Each([float, float]), int])
 
 
@@ -153,14 +155,18 @@ def row_lists(seeded):
     """The data of a ledger's rows, by kind."""
     return {
         "budget": {"epsilon": float, "delta": float, "order": float},
-        "data": {"fingerprint": MARK, "allowed_change": bool},
-        "run": {**WHO, "about": ABOUT, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType},
-        "resume": {**WHO, "about": ABOUT},
+        "data": {"fingerprint": MARK, "allowed_change": bool, "before": int},
+        "run": {
+            **WHO, "about": ABOUT, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType, "hold": HOLD,
+        },
+        "resume": {**WHO, "about": ABOUT, "hold": HOLD},
         "reserve": {},
         "settle": {},
         "checkpoint": {"step": int, "digest": HEX},
         "selection": {**WHO, "phases": PHASES, "mean": float, "shape": str},
-    }
+        "release": WHO,
+        "rollback": {**WHO, "known": int, "found": int},
+    }  # fmt: skip
 
 
 def ledger_faults(path, seeded):
@@ -170,6 +176,9 @@ def ledger_faults(path, seeded):
         columns = {
             "id": int, "at": float, "kind": str, "dataset": str, "run": str, "steps": (int, NoneType),
             "rdp": (float, NoneType), "data": row_lists(seeded)[entry.kind], "chain": HEX,
+            # What all rows before it come to: numbers of rows, of runs, and divergences.
+            "of_data": [int, int, int, int, float, float],
+            "of_run": [int, int, int, (int, NoneType), (float, NoneType), (float, NoneType)],
         }  # fmt: skip
         faults += unlisted(entry._asdict(), columns, entry.kind)
         faults += [f"{entry.kind} has seconds: {entry.at}"] if entry.at % 60 else []
@@ -219,7 +228,9 @@ def test_files_of_a_command_line_run(tmp_path, capsys, seeded, shared):
     assert main([*words, "--out", str(folder)]) == 0
     seen = capsys.readouterr()
     files = {"config.json", "metrics.csv", "result.json", "privacy.txt", "checkpoint.pt", "accuracy.png"}
-    assert {path.name for path in folder.iterdir()} == files | (set() if shared else {"ledger.sqlite"})
+    assert {path.name for path in folder.iterdir()} == files | (
+        set() if shared else {"ledger.sqlite", "ledger.sqlite.mark"}
+    )
 
     result = json.loads((folder / "result.json").read_text())
     assert unlisted(result, result_list(seeded, shared)) == []
@@ -301,7 +312,7 @@ def faults_of(tmp_path, seeded, ledger):
     if ledger:
         faults += ledger_faults(tmp_path / "l.sqlite", seeded)
         entries = Ledger(tmp_path / "l.sqlite").store.select()
-        told += numbers([(entry.steps, entry.rdp, entry.data) for entry in entries])
+        told += numbers([(entry.steps, entry.rdp, entry.data, entry.of_data, entry.of_run) for entry in entries])
     told += [float(cell) for row in csv.reader((tmp_path / "m.csv").open()) for cell in row if cell[:1].isdigit()]
     return faults + [f"the private number {number}" for number in set(told) & private]
 
@@ -388,6 +399,7 @@ class TestMutants:
 @pytest.mark.rule(26)
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""
+    dead = ("dp-sgd", 9.0, 1e-5, "rdp", "secure")
     words = ["--epochs=1", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
     book = str(tmp_path / "l.sqlite")
     shared = ["--ledger", book, "--dataset-name=people"]
@@ -395,6 +407,16 @@ def test_selections_and_resumes_in_a_ledger(tmp_path):
     assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "r")]) == 0
     numbers = ["--mean=2", "--sampling-rate=0.1", "--noise-multiplier=9", "--steps=5"]
     assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
+    Ledger(book, dataset="people").open(
+        "dead", (Phase((Event(0.1, 9.0),), 5),), 5, about=dict(zip(ABOUT, dead, strict=True))
+    )
+    assert main(["ledger", "release", book, "dea"]) == 0
+    old = (tmp_path / "l.sqlite").read_bytes()
+    assert main(["ledger", "select", book, "--dataset-name=people", *numbers]) == 0
+    (tmp_path / "l.sqlite").write_bytes(old)
+    assert main(["ledger", "accept-rollback", book]) == 0
+    mark = json.loads((tmp_path / "l.sqlite.mark").read_text())
+    assert unlisted(mark, {"ledger": HEX, "entry": int, "chain": HEX, "seal": HEX}) == []
     kinds = {entry.kind for entry in Ledger(book).store.select()}
     assert kinds == set(row_lists(False))
     assert ledger_faults(book, seeded=False) == []

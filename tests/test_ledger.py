@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -26,6 +27,8 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
 from fodp.ledger.fingerprint import fingerprint, secret_file
+from fodp.ledger.rows import DataState, RunState, states_after
+from fodp.ledger.sqlite import SQLiteRows
 from fodp.training.callbacks import Callback
 
 STEP = Event(1.0, 35.0)
@@ -207,10 +210,11 @@ class TestBudget:
                 forbidden()
         assert second.covers(1)
 
-    def test_steps_run_out_in_the_middle_when_another_run_takes_them(self, tmp_path):
+    def test_steps_run_out_in_the_middle_when_a_released_run_was_alive(self, tmp_path):
         book = named(tmp_path)
         slow = book.open("slow", PHASES, 60)
         assert slow.covers(0)
+        book.release("slow")
         exhaust(tmp_path)
         assert not slow.covers(slow.charged)
         assert faults(book) == []
@@ -245,7 +249,7 @@ def test_processes_racing_on_one_ledger_cannot_overspend_together(tmp_path):
     assert all("left" in message for _, message in outcomes), outcomes
     assert sum(taken > 0 for taken, _ in outcomes) >= 2  # it was a race
     assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
-    assert book.store.others_rdp("people", "") <= budget.capacity
+    assert book.store.of_data("people").spent <= budget.capacity
     assert faults(book) == []
 
 
@@ -256,7 +260,7 @@ class TestFile:
         for statement in (
             "UPDATE entries SET steps = 0",
             "DELETE FROM entries WHERE id = 3",
-            "INSERT OR REPLACE INTO entries VALUES (3, 0, 'settle', 'people', 'a', 0, 0, '{}', '')",
+            "INSERT OR REPLACE INTO entries VALUES (3, 0, 'settle', 'people', 'a', 0, 0, '{}', '', 0, 0, 0, '', '')",
         ):
             with pytest.raises(sqlite3.IntegrityError, match="append-only"):
                 raw.execute(statement)
@@ -340,6 +344,39 @@ class TestFile:
         thread.start()
         thread.join()
         assert done
+
+
+class TestSize:
+    def test_no_more_rows_are_read_for_a_grant_when_there_are_more_runs(self, tmp_path, monkeypatch):
+        """Rows are counted, not seconds: opening reads the newest hundred, a run and a reservation a few."""
+        read = []
+        original = SQLiteRows.row
+        monkeypatch.setattr(SQLiteRows, "row", lambda rows, number: read.append(number) or original(rows, number))
+
+        def reads():
+            book = named(tmp_path, budget=(9.0, 1e-5))
+            read.clear()
+            account = book.open(f"timed {len(read)} {book.store.count()}", PHASES, 1, seed="a:b", fingerprint="a:data")
+            assert account.covers(0)
+            assert book.left("people") < 1
+            return len(read)
+
+        few = reads()
+        for number in range(60):
+            spend(named(tmp_path, budget=(9.0, 1e-5)), f"run {number}", 1)
+        with pytest.raises(fodp.PrivacyError, match="used this seed"):
+            reads()
+        assert len(read) <= few
+        monkeypatch.setattr(Ledger, "_refuse_used_seed", lambda *_: None)
+        assert reads() <= few + 2
+
+    def test_a_long_sum_is_never_below_the_truth(self):
+        data, costs = DataState(), np.random.default_rng(0).exponential(1e-3, 2000)
+        for number, cost in enumerate(costs):
+            data, _ = states_after(number, "selection", 1, float(cost), {}, data, RunState())
+        truth = math.fsum(costs)
+        assert truth <= data.spent <= truth * (1 + 1e-11)
+        assert data.spent == data.taken
 
 
 class TestFingerprint:
@@ -474,6 +511,7 @@ class TestFingerprint:
         class Thief(Callback):
             def on_step(self, trainer):
                 if trainer.step == 2:
+                    book.release(trainer.run_id)
                     exhaust(tmp_path)
 
             def on_epoch(self, trainer):
@@ -701,7 +739,7 @@ class TestCommandLine:
 
             def overtaken(*words):
                 result = None if moment == "_refuse_late_budget" else original(*words)
-                if first.store.last("kind = 'run'") is None:
+                if not first.store.of_data("people").runs:
                     first.open("quicker", PHASES, 10)
                 return original(*words) if moment == "_refuse_late_budget" else result
 
@@ -760,6 +798,44 @@ class TestCommandLine:
         assert "add --" in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
 
+    def test_show_leafs_through_many_runs(self, capsys, tmp_path):
+        book = named(tmp_path)
+        for number in range(30):
+            spend(book, f"run {number:02}", 1)
+        path = str(tmp_path / "l.sqlite")
+
+        def shown(*words):
+            assert main(["ledger", "show", path, *words, "--json"]) == 0
+            (record,) = json.loads(capsys.readouterr().out)
+            assert (record["run_count"], record["pages"]) == (30, 2)
+            return [run["run"] for run in record["runs"]]
+
+        names = [f"run {number:02}" for number in reversed(range(30))]
+        assert shown() == names[:25]
+        assert shown("--page", "2") == names[25:]
+        assert shown("--page", "3") == []
+        assert shown("--all") == names
+        assert main(["ledger", "show", path]) == 0
+        text = capsys.readouterr().out
+        assert re.match(r"people: 30 runs, budget \(1, 1e-05\): [0-9.]+% spent, [0-9.]+% left", text)
+        assert "page 1 of 2" in text
+        assert main(["ledger", "show", path, "--page", "0"]) == 2
+        assert "page" in capsys.readouterr().err
+
+    def test_a_bar_appears_when_a_check_takes_long(self, capsys, tmp_path, monkeypatch):
+        spend(named(tmp_path), "a", 5)
+        check = ["ledger", "check", str(tmp_path / "l.sqlite")]
+        monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich is concerned
+        monkeypatch.setenv("TERM", "xterm")
+        assert main(check) == 0
+        assert "checking" not in capsys.readouterr().err
+        monkeypatch.setattr("fodp.cli.waiting._PATIENCE", 0.0)
+        monkeypatch.setattr("fodp.ledger.store.Store.faults", lambda store: time.sleep(0.5) or [])
+        assert main(check) == 0
+        seen = capsys.readouterr()
+        assert "checking" in seen.err
+        assert "checking" not in seen.out
+
     def test_an_unknown_name(self, capsys, tmp_path):
         spend(named(tmp_path), "a", 5)
         assert main(["ledger", "show", str(tmp_path / "l.sqlite"), "--dataset-name", "nobody"]) == 2
@@ -790,5 +866,5 @@ class TestTimes:
         for step in range(100):
             assert account.covers(step)
             clock[0] += 0.071  # seven steps in half a second
-        ends = [entry.steps for entry in ledger(tmp_path).store.select("kind = 'reserve'")]
+        ends = [entry.steps for entry in ledger(tmp_path).store.select("reserve")]
         assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 3]

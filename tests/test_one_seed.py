@@ -145,7 +145,7 @@ def test_the_ledger_does_not_hold_the_seed(tmp_path):
     """Nor a hash that somebody without the machine's secret could try seeds against."""
     train(ledger(tmp_path), plan(seed=7))
     train(ledger(tmp_path), plan(seed=None))
-    marks = [entry.data["seed"] for entry in ledger(tmp_path).store.select("kind = 'run'")]
+    marks = [entry.data["seed"] for entry in ledger(tmp_path).store.select("run")]
     assert marks[1] is None
     assert len(marks[0]) == 45
     assert marks[0].partition(":")[2] != "7"

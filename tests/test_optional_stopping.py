@@ -134,10 +134,11 @@ class TestBudget:
             monkeypatch.setattr(f"fodp.ledger.account.{name}", 0.0)
 
         class Others(Callback):
-            """Another run takes what is left, after this one began."""
+            """Another run takes what is left, after this one was taken for dead."""
 
             def on_step(self, trainer):
                 if trainer.step == 5:
+                    trainer.ledger.release(trainer.run_id)
                     store = trainer.ledger.store
                     with store.writing():
                         store.append("run", "people", "other", steps=1, rdp=trainer._account.budget.capacity * 0.99)

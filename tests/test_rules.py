@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from rules_page import LATER, PAGE, RULES, TESTS, _marked, guards, page
+from rules_page import PAGE, RULES, TESTS, _marked, guards, page
 
 
 def test_the_page_is_up_to_date():
@@ -12,7 +12,7 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_rule_has_a_test():
-    assert {number for number, tests in guards().items() if not tests} == set(LATER)
+    assert all(guards().values())
 
 
 def test_every_marker_names_a_rule():

@@ -36,7 +36,7 @@ def statement(plan: "Plan", *, steps: int | None = None, epsilon: float | None =
         "run, on this or other data: whoever sees both subtracts the noise without knowing the seed."
     )
     unprotected = (
-        "timing attacks; rounding inside float32 sums (the noise itself is exact, on a grid)"
+        "timing attacks; rounding inside the model's passes (the noise itself is exact, on a grid)"
         if plan.exact_noise
         else "floating-point and timing attacks"
     )

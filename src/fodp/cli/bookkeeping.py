@@ -1,6 +1,7 @@
 """What `fodp train` says to the ledger and to the folder of a run that is taken up again."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ from fodp.training.trainer import Trainer
 
 def open_ledger(path: Path, config: dict[str, Any], options: argparse.Namespace) -> Ledger:
     """The ledger that a run is kept in."""
-    return Ledger(
+    ledger = Ledger(
         path,
         dataset=config.get("dataset_name"),
         budget=parse_budget(config["budget"]) if "budget" in config else None,
         allow_changed_data=bool(options.allow_changed_data),
         allow_other_name=bool(options.allow_other_name),
         create=not options.resume,
+        wait=math.inf if options.wait else 0.0,
     )
+    ledger.tell_waiting(lambda text: print(text, file=sys.stderr))
+    return ledger
 
 
 def share_left(ledger: Ledger | None) -> float | None:

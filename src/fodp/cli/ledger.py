@@ -26,16 +26,23 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp ledger`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     helps = {
-        "show": "a table of all runs and what is left",
+        "show": "what is left, and a table of the newest runs",
         "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
         "export": "the privacy card in plain text; with --json every entry",
         "select": "charge for the best of a random number of runs",
+        "release": "give back what a dead run holds for steps to come; what it used stays charged",
+        "accept-rollback": "go on with a restored copy that is older than what was known; every card will say so",
     }
     for action, text in helps.items():
         add = actions.add_parser(action, help=text, description=text).add_argument
         add("file", metavar="FILE", help="the ledger, or the folder of a run")
+        if action == "show":
+            add("--page", type=int, default=1, metavar="N", help="older runs, page by page; default 1, the newest")
+            add("--all", action="store_true", help="all runs at once")
+        if action == "release":
+            add("held_by", metavar="RUN", help="the run, or the first letters of its name")
         add("--json", action="store_true", help="print JSON")
-        if action != "check":
+        if action in ("show", "export", "select"):
             add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
         if action == "select":
             add("--budget", metavar="EPS,DELTA", help="budget of the data, if this is its first charge")
@@ -63,14 +70,15 @@ def parse_budget(text: str) -> tuple[float, float]:
 def refuse_unguarded(path: Path, dataset: str, budget: str | None, no_budget: bool) -> None:
     """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
     from fodp.ledger import Ledger
-    from fodp.ledger.card import summary
+    from fodp.ledger.pages import known_names
+    from fodp.ledger.rows import DataState
 
     if budget is not None or no_budget:
         return
     ledger = Ledger(path, create=False) if os.path.exists(path) else None
-    known = [] if ledger is None else sorted({record["dataset"] for record in summary(ledger)})
-    if dataset not in known:
-        told = f"knows {', '.join(known)}" if known else "is new"
+    if ledger is None or ledger.store.of_data(dataset) == DataState():
+        known = "" if ledger is None else known_names(ledger)
+        told = f"knows {known}" if known else "is new"
         raise PrivacyError(
             f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
             "--no-budget to write down without a limit"
@@ -90,11 +98,15 @@ def run(options: argparse.Namespace) -> int:
         return _select(options, path)
     if options.action == "check":
         return _check(options, Ledger(path, create=False, verify=False))
+    if options.action == "accept-rollback":
+        return _accept_rollback(options, Ledger(path, create=False, older=True))
     ledger = Ledger(path, create=False)
-    records = _records(ledger, options.dataset_name)
+    if options.action == "release":
+        return _release(options, ledger)
     if options.action == "show":
-        print(json.dumps(records)) if options.json else _table(records)
-    elif options.json:
+        return _show(options, ledger)
+    records = _records(ledger, options.dataset_name)
+    if options.json:
         entries = [e._asdict() for e in ledger.store.select() if options.dataset_name in (None, e.dataset)]
         print(json.dumps({"summary": records, "entries": entries}))
     else:
@@ -106,18 +118,29 @@ def run(options: argparse.Namespace) -> int:
 
 def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
     from fodp.ledger.card import summary
+    from fodp.ledger.pages import known_names
 
     records = summary(ledger, dataset)
     if dataset is not None and not records:
-        known = sorted({record["dataset"] for record in summary(ledger)})
-        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {', '.join(known) or 'none'}")
+        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}")
     return records
 
 
+def _show(options: argparse.Namespace, ledger: "Ledger") -> int:
+    from fodp.ledger.pages import overview
+
+    records = overview(ledger, options.dataset_name, None if options.all else options.page)
+    print(json.dumps(records)) if options.json else _table(records)
+    return 0
+
+
 def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
+    from fodp.cli.waiting import slow_bar
     from fodp.ledger.card import faults
 
-    found, entries = faults(ledger), len(ledger.store.select())
+    entries = ledger.store.count()
+    with slow_bar("checking", 2 * entries) as tick:
+        found = faults(ledger, tick)
     if options.json:
         print(json.dumps({"ok": not found, "entries": entries, "faults": found}))
     elif not found:
@@ -125,6 +148,29 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
     if found and not options.json:
         raise PrivacyError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
     return 2 if found else 0
+
+
+def _release(options: argparse.Namespace, ledger: "Ledger") -> int:
+    begun = {entry.run for entry in ledger.store.select("run") if entry.run.startswith(options.held_by)}
+    held = sorted(run for run in begun if ledger.store.of_run(run).holds)
+    if len(held) > 1:
+        raise PrivacyError(f"{options.held_by!r} may be {' or '.join(run[:20] for run in held[:3])}: write more of it")
+    hold = ledger.release(held[0] if held else options.held_by)
+    if options.json:
+        print(json.dumps({"run": hold.run, "dataset": hold.dataset, "left": ledger.left(hold.dataset)}))
+    else:
+        left = f"{ledger.left(hold.dataset):.1%} of the budget of {hold.dataset} is left"
+        print(f"what run {hold.run[:12]} of {hold.who} held since {hold.since} is given back; {left}")
+    return 0
+
+
+def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
+    entry = ledger.accept_rollback()
+    if options.json:
+        print(json.dumps({"entry": entry.id, **entry.data}))
+    else:
+        print(f"{ledger.path} goes on from entry {entry.id}, which says that what was known before is forgotten")
+    return 0
 
 
 def _select(options: argparse.Namespace, path: Path) -> int:
@@ -155,12 +201,9 @@ def _table(records: list[dict[str, Any]]) -> None:
 
     console = Console()
     for record in records:
-        budget = record["budget"]
-        title = record["dataset"]
-        if budget is not None:
-            granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
-            title += f": budget {granted}, {budget['left']:.1%} left"
-        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=title)
+        console.print(_summary(record), soft_wrap=True)
+    for record in filter(lambda record: record["run_count"], records):
+        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=record["dataset"])
         for row in record["runs"]:
             what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
             epsilon = f"{rounded_up(row['epsilon'])} at {rounded_up(row['delta'], 6)}"
@@ -172,6 +215,20 @@ def _table(records: list[dict[str, Any]]) -> None:
                 row["began"], "selection", row["who"], what, "", rounded_up(row["epsilon"]), _share(row), "charged"
             )
         console.print(table)
+        if record["page"] is not None and record["pages"] > 1:
+            console.print(f"page {record['page']} of {record['pages']}, newest first: --page N, or --all")
+
+
+def _summary(record: dict[str, Any]) -> str:
+    from fodp.accounting import rounded_up
+
+    budget, runs = record["budget"], record["run_count"]
+    text = f"{record['dataset']}: {runs} {'run' if runs == 1 else 'runs'}"
+    if budget is None:
+        return f"{text}, no budget"
+    granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
+    held = f", {budget['held']:.1%} held by runs that have not ended" if budget["held"] > 1e-9 else ""
+    return f"{text}, budget {granted}: {budget['spent']:.1%} spent{held}, {budget['left']:.1%} left"
 
 
 def _share(row: dict[str, Any]) -> str:

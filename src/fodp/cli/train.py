@@ -36,7 +36,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget")
+_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait")
 _OF_THE_RUN = {"plan", "run", "fodp"}  # written beside the options
 
 
@@ -52,6 +52,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
     add("--no-budget", action="store_true", default=None, help="a new data set in --ledger, without a limit")
+    add(
+        "--wait",
+        action="store_true",
+        default=None,
+        help="wait for what other runs hold of the budget and may give back",
+    )
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
     add("--out", metavar="DIR", help="run folder (default: runs/<time>)")

@@ -7,7 +7,8 @@ import numpy as np
 from fodp._accountants import Floats
 from fodp._checks import PrivacyError
 from fodp.budget import RenyiBudget
-from fodp.ledger.store import Entry, Store
+from fodp.ledger.rows import Entry
+from fodp.ledger.store import Store
 
 # Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 100 writes'
 # time, so that writing settles at about 1% of the run; rounded up to a power of two, so up to twice as long.
@@ -56,8 +57,9 @@ class Account:
             self._refuse_lost_hold()
             wanted = min(step + self._block(started, step), self._last)
             if self._costs is not None and self._budget is not None:
-                left = self._budget.capacity - self._store.others_rdp(self._opened.dataset, self._opened.run)
-                wanted = min(wanted, int(np.searchsorted(self._costs, left, side="right")) - 1)
+                left = self._budget.capacity - self._store.others_taken(self._opened.dataset, self._opened.run)
+                free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
+                wanted = min(wanted, int(np.searchsorted(self._costs, free, side="right")) - 1)
             entry = self._append("reserve", wanted) if wanted > self._granted else None
         if entry is not None:
             self._granted, self.position = wanted, (entry.id, entry.chain)
@@ -94,6 +96,5 @@ class Account:
         return 1 << (steps - 1).bit_length()
 
     def _refuse_lost_hold(self) -> None:
-        last = self._store.last("run = ? AND kind IN ('run', 'resume')", (self._opened.run,))
-        if last is None or last.id != self._opened.id:
+        if self._store.of_run(self._opened.run).opened != self._opened.id:
             raise PrivacyError("this run was resumed by another process, which goes on with it: this one stops here")

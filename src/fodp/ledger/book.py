@@ -4,9 +4,9 @@ import getpass
 import math
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,20 @@ from fodp.accounting import Phase, rounded_up
 from fodp.budget import RenyiBudget, Repetitions, phases_to_data
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
-from fodp.ledger.store import Entry, Store
+from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
+from fodp.ledger.rows import UNNAMED, Entry
+from fodp.ledger.store import Store
 
-_UNNAMED = "unnamed data of run "
+
+class Opening(NamedTuple):
+    """What a training says when it begins a run or takes one up."""
+
+    run: str
+    phases: Sequence[Phase]
+    steps: int
+    about: Mapping[str, Any]
+    fingerprint: str | None
+    seed: str | None
 
 
 class Ledger:
@@ -32,6 +43,9 @@ class Ledger:
     Unnamed runs are written down, each for itself. Where data under a name no longer is what it was on this
     machine, runs stop unless `allow_changed_data`; where it is in the ledger under another name, whose budget it
     would escape, they stop unless `allow_other_name`.
+
+    A new run holds what its whole plan costs until it ends, so that runs do not starve each other; one that does not
+    fit is refused, or waits up to `wait` seconds if what others hold but have not used would do.
     """
 
     def __init__(
@@ -44,6 +58,8 @@ class Ledger:
         allow_other_name: bool = False,
         create: bool = True,
         verify: bool = True,
+        older: bool = False,
+        wait: float = 0.0,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
             raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
@@ -54,7 +70,8 @@ class Ledger:
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
         self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
-        self.store = Store(path, create=create, verify=verify)
+        self._queue = Queue(wait)
+        self.store = Store(path, create=create, verify=verify, older=older)
 
     @property
     def path(self) -> Path:
@@ -67,27 +84,49 @@ class Ledger:
 
     def steps(self, run: str) -> int | None:
         """How many steps of the run count as used; None if the ledger does not know the run."""
-        last = self.store.last("run = ? AND steps IS NOT NULL", (run,))
-        return None if last is None else last.steps
+        return self.store.of_run(run).steps
 
     def budget(self, dataset: str) -> RenyiBudget | None:
         """The budget of a data set, if it has one."""
-        entry = self.store.last("dataset = ? AND kind = 'budget'", (dataset,))
-        return None if entry is None else RenyiBudget(**entry.data)
+        with self.store.reading():
+            row = self.store.of_data(dataset).budget
+            return RenyiBudget(**self.store.entry(row).data) if row else None
 
     def budget_of(self, run: str) -> RenyiBudget | None:
         """The budget that guards the data of a run, if it has one."""
-        first = self.store.last("run = ? AND kind = 'run'", (run,))
+        first = self._begun(run)
         return None if first is None else self.budget(first.dataset)
 
     def left(self, dataset: str) -> float:
         """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
-        budget = self.budget(dataset)
-        return math.inf if budget is None else max(0.0, 1 - self.store.others_rdp(dataset, "") / budget.capacity)
+        with self.store.reading():
+            budget, taken = self.budget(dataset), self.store.of_data(dataset).taken
+        return math.inf if budget is None else max(0.0, 1 - taken / budget.capacity)
+
+    def tell_waiting(self, tell: Callable[[str], object]) -> None:
+        """Have it said when a run begins to wait for room, and for whom."""
+        self._queue.tell = tell
+
+    def holds(self, dataset: str) -> list[Hold]:
+        """Who keeps a part of the data set's budget for steps to come, newest first."""
+        return holds(self.store, dataset)
+
+    def release(self, run: str) -> Hold:
+        """Give back what a run holds for steps to come; what it used stays charged.
+
+        Meant for runs that died. One that is still alive goes on while there is room, as if it had been resumed late.
+        """
+        with self.store.writing():
+            state = self.store.of_run(run)
+            if not state.holds:
+                raise PrivacyError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
+            hold = Hold.of(self.store, state)
+            self.store.append("release", hold.dataset, run, data=_who())
+        return hold
 
     def has_budgets(self) -> bool:
         """Has any data set in here a budget, or is about to get one?"""
-        return self._wanted is not None or self.store.last("kind = 'budget'") is not None
+        return self._wanted is not None or any(self.store.select("budget"))
 
     def refuse_unfit(self, phases: Sequence[Phase], steps: int, *, seed: str | None = None) -> None:
         """Raise if a new run of this many steps would not fit into the budget, or has a used seed. Changes nothing."""
@@ -95,7 +134,8 @@ class Ledger:
             budget = self._agreed_budget(self.dataset, phases)
             self._refuse_used_seed(seed, budget is not None)
             if budget is not None:
-                self._refuse_unfit(self.dataset, budget, budget.costs(phases), steps)
+                dataset, costs = self.dataset, budget.costs(phases)
+                self._queue.until_fit(lambda: self._refuse_unfit(dataset, budget, costs, steps))
 
     def open(
         self,
@@ -113,35 +153,46 @@ class Ledger:
         it, another run has used, if either's data has a budget. Whoever held the run before, in a process that is
         still alive, gets no more steps.
         """
-        known = self.store.last("run = ? AND kind = 'run'", (run,))
+        mine = Opening(run, phases, steps, about or {}, fingerprint, seed)
+        known = self._begun(run)
         if known is not None:
             self._refuse_other_run(known, phases)
         dataset = self._name(run) if known is None else known.dataset
         budget = self._agreed_budget(dataset, phases)
-        costs = None if budget is None else budget.costs(phases)
+        return self._queue.until_fit(lambda: self._opened(mine, known, dataset, budget))
+
+    def _opened(self, mine: Opening, known: Entry | None, dataset: str, budget: RenyiBudget | None) -> Account:
+        """The account of a run, or a refusal: all in one transaction."""
+        costs = None if budget is None else budget.costs(mine.phases)
         with self.store.writing():
             stored = self.budget(dataset)
             if stored != budget and stored is not None:  # another process was quicker
                 self._refuse_other_budget(dataset, stored)
-                budget, costs = stored, stored.costs(phases)
+                budget, costs = stored, stored.costs(mine.phases)
             if known is None:
-                self._refuse_used_seed(seed, budget is not None)
+                self._refuse_used_seed(mine.seed, budget is not None)
             if budget is not None and costs is not None:
                 if known is None:
-                    self._refuse_unfit(dataset, budget, costs, steps)
+                    self._refuse_unfit(dataset, budget, costs, mine.steps)
                 if stored is None:
                     self._refuse_late_budget(dataset)  # again: another process may have begun a run meanwhile
                     self._append_budget(dataset, budget)
-            changed = self._check_fingerprint(dataset, run, fingerprint)
-            data = {**_who(), "about": dict(about or {})}
+            changed = self._check_fingerprint(dataset, mine.run, mine.fingerprint)
+            data = {**_who(), "about": dict(mine.about), "hold": self._hold(mine, dataset, budget, costs)}
             if known is None:
-                data |= {"phases": phases_to_data(phases), "seed": seed}
-                opened = self.store.append(
-                    "run", dataset, run, steps=0, rdp=None if costs is None else 0.0, data={**data, "planned": steps}
-                )
+                data |= {"phases": phases_to_data(mine.phases), "seed": mine.seed, "planned": mine.steps}
+                rdp = None if costs is None else 0.0
+                opened = self.store.append("run", dataset, mine.run, steps=0, rdp=rdp, data=data)
             else:
-                opened = self.store.append("resume", dataset, run, data=data)
-        return Account(self.store, opened, costs, budget, steps, self.steps(run) or 0, changed)
+                opened = self.store.append("resume", dataset, mine.run, data=data)
+        return Account(self.store, opened, costs, budget, mine.steps, opened.of_run.steps or 0, changed)
+
+    def _hold(self, mine: Opening, dataset: str, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
+        """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""
+        if budget is None or costs is None:
+            return None
+        left = budget.capacity - self.store.others_taken(dataset, mine.run)
+        return max(0.0, min(float(costs[mine.steps]), left))
 
     def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions) -> str:
         """Charge for releasing the best of `repetitions.draw()` runs of `phases`; returns the charge's id.
@@ -169,21 +220,39 @@ class Ledger:
 
     def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
         """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""
-        seen = self.store.select("run = ? AND kind = 'checkpoint'", (run,))
-        row = self.store.last("id = ?", (int(position[0]),))
-        if row is None or row.chain != position[1]:
+        with self.store.reading():
+            number = int(position[0])
+            known = 1 <= number <= self.store.count() and self.store.entry(number).chain == position[1]
+            seen = any(entry.run == run for entry in self.store.marked(f"digest {digest}"))
+        if not known:
             raise PrivacyError(
                 f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
                 "only that knows what was spent: a run goes on only with its ledger"
             )
-        if not any(entry.data.get("digest") == digest for entry in seen):
+        if not seen:
             raise PrivacyError(
                 "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
                 "restore a copy of it"
             )
 
+    def accept_rollback(self) -> Entry:
+        """Go on with a ledger that is older than what was known, on purpose: every privacy card says so from now on."""
+        mark = self.store.known_before()
+        if mark is None:
+            raise PrivacyError(f"{self.path} is not older than what is known of it: there is nothing to accept")
+        data = {**_who(), "known": mark.entry, "found": self.store.count()}
+        with self.store.writing():
+            return self.store.append("rollback", "", data=data)
+
+    def _begun(self, run: str) -> Entry | None:
+        """The row that began a run, if it was begun here."""
+        with self.store.reading():
+            first = self.store.of_run(run).first
+            entry = self.store.entry(first) if first else None
+        return entry if entry is not None and entry.kind == "run" else None
+
     def _name(self, run: str) -> str:
-        return self.dataset if self.dataset is not None else _UNNAMED + run
+        return self.dataset if self.dataset is not None else UNNAMED + run
 
     def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
         """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
@@ -203,33 +272,34 @@ class Ledger:
         )
 
     def _refuse_late_budget(self, dataset: str) -> None:
-        # In this order: a run that is seen was written after its budget, by a process that was quicker perhaps.
-        runs = self.store.last("dataset = ? AND kind IN ('run', 'selection')", (dataset,))
-        if runs is not None and self.budget(dataset) is None:
+        state = self.store.of_data(dataset)
+        if state.runs and not state.budget:
             raise PrivacyError(
                 f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
             )
 
     def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
-        left = budget.capacity - self.store.others_rdp(dataset, "")
+        state = self.store.of_data(dataset)
+        left = budget.capacity - state.taken
         if costs[steps] <= left:
             return
         fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
-        share = max(0.0, left) / budget.capacity
-        raise PrivacyError(
-            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has {share:.1%} left and "
-            f"this needs {costs[steps] / budget.capacity:.1%}: "
+        raise NoRoom(
+            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has "
+            f"{max(0.0, left) / budget.capacity:.1%} left and this needs {costs[steps] / budget.capacity:.1%}: "
             + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
             + "; take fewer steps or more noise"
+            + told(self.store, dataset, budget),
+            later=bool(costs[steps] <= budget.capacity - state.spent),
         )
 
     def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:
         """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
         if seed is None:
             return
-        for entry in self.store.select("kind = 'run'"):
-            if entry.data.get("seed") == seed and (guarded or self.budget(entry.dataset) is not None):
+        for entry in self.store.marked(f"seed {seed}"):
+            if guarded or self.budget(entry.dataset) is not None:
                 raise PrivacyError(
                     f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
                     "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
@@ -250,28 +320,37 @@ class Ledger:
         """Is the data another than before? Then stop, or write down that it was allowed."""
         if mark is None:
             return False
-        entries = self.store.select("kind = 'data'")
-        mine = [e.data["fingerprint"] for e in entries if e.dataset == dataset]
-        mine = [other for other in mine if comparable(other, mark)]
-        changed = bool(mine) and mine[-1] != mark
+        newest = self.store.of_data(dataset).data
+        mine = self._comparable_mark(newest, mark)
+        changed = mine is not None and mine != mark
         if changed and not self.allow_changed_data:
             raise PrivacyError(
                 f"the data is not what it was when {dataset!r} was last used on this machine: use another name for "
                 "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
             )
-        if changed or not mine:
-            names = {e.dataset for e in entries if e.data["fingerprint"] == mark and e.dataset != dataset}
+        if changed or mine is None:
             if not self.allow_other_name:
-                self._refuse_other_name(dataset, sorted(names))
-            self.store.append("data", dataset, run, data={"fingerprint": mark, "allowed_change": changed})
+                self._refuse_other_name(dataset, mark)
+            data = {"fingerprint": mark, "allowed_change": changed, "before": newest}
+            self.store.append("data", dataset, run, data=data)
         return changed
 
-    def _refuse_other_name(self, dataset: str, known: list[str]) -> None:
+    def _comparable_mark(self, row: int, mark: str) -> str | None:
+        """The newest fingerprint of a data set that was made with the key of `mark`; `row` is the newest of all."""
+        while row:
+            data = self.store.entry(row).data
+            if comparable(data["fingerprint"], mark):
+                return str(data["fingerprint"])
+            row = int(data["before"])
+        return None
+
+    def _refuse_other_name(self, dataset: str, mark: str) -> None:
         """Unnamed runs among themselves have no budget to escape from."""
-        if dataset.startswith(_UNNAMED):
-            known = [name for name in known if not name.startswith(_UNNAMED)]
+        known = sorted({entry.dataset for entry in self.store.marked(f"data {mark}")} - {dataset})
+        if not known and not dataset.startswith(UNNAMED):
+            known = [entry.dataset for entry in self.store.marked(f"data unnamed {mark}", limit=1)]
         if known:
-            advice = "" if known[0].startswith(_UNNAMED) else "use that name, or "
+            advice = "" if known[0].startswith(UNNAMED) else "use that name, or "
             raise PrivacyError(
                 f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
                 f"under another name: {advice}say that it has two on purpose (--allow-other-name, "

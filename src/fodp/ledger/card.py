@@ -2,16 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any
-
-import numpy as np
 
 from fodp import _accountants, accounting
 from fodp.accounting import Phase, rounded_up
-from fodp.budget import RenyiBudget, Repetitions, phases_from_data
+from fodp.budget import RenyiBudget, phases_from_data
 from fodp.ledger.book import Ledger
-from fodp.ledger.store import Entry
+from fodp.ledger.checking import faults as faults
+from fodp.ledger.checking import repeated
+from fodp.ledger.holds import when
+from fodp.ledger.rows import DataState, Entry
 
 _DELTAS = (1e-5, 1e-6, 1e-8)
 NOT_COVERED = (
@@ -27,45 +27,23 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
     """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
     rows: dict[str, list[Entry]] = defaultdict(list)
     names: dict[str, set[str]] = defaultdict(set)  # that one fingerprint goes by
+    rollbacks = []
     for entry in ledger.store.select():
+        if entry.kind == "rollback":
+            rollbacks.append(f"{when(entry)}, by {entry.data['who']}")
+            continue
         rows[entry.dataset].append(entry)
         if entry.kind == "data":
             names[entry.data["fingerprint"]].add(entry.dataset)
     return [
-        {**_of_dataset(name, ledger.budget(name), rows[name]), "also_known_as": _others(name, names.values())}
+        {
+            **_of_dataset(name, ledger.budget(name), rows[name]),
+            "also_known_as": _others(name, names.values()),
+            "rollbacks": rollbacks,
+        }
         for name in rows
         if dataset in (None, name)
     ]
-
-
-def faults(ledger: Ledger) -> list[str]:
-    """What is wrong with the ledger: damage, edits, sums that are not those of the events, an exceeded budget."""
-    found = ledger.store.faults()
-    if found:
-        return found  # the rest would be computed from numbers that are not ours
-    spent: dict[str, dict[str, float]] = defaultdict(dict)
-    costs: dict[str, Any] = {}
-    steps: dict[str, int] = {}
-    floor: dict[str, int] = {}
-    for entry in ledger.store.select():
-        budget = ledger.budget(entry.dataset)
-        if entry.kind in ("run", "selection") and budget is not None:
-            costs[entry.run] = _costs(entry, budget)
-        if entry.kind == "resume":
-            floor[entry.run] = steps.get(entry.run, 0)
-        if entry.steps is None:
-            continue
-        if entry.steps < floor.get(entry.run, 0):
-            found.append(f"entry {entry.id} gives back steps that an earlier process may have used")
-        steps[entry.run] = entry.steps
-        if budget is not None:
-            expected = costs[entry.run][entry.steps] if entry.run in costs else np.inf
-            if entry.rdp is None or not np.isclose(entry.rdp, expected, rtol=1e-6, atol=1e-12):
-                found.append(f"entry {entry.id} states a cost of {entry.rdp}, its events cost {expected:g}")
-            spent[entry.dataset][entry.run] = entry.rdp or 0.0
-            if sum(spent[entry.dataset].values()) > budget.capacity * (1 + 1e-9):
-                found.append(f"entry {entry.id} exceeds the budget of {entry.dataset!r}")
-    return found
 
 
 def card(record: dict[str, Any]) -> str:
@@ -77,7 +55,8 @@ def card(record: dict[str, Any]) -> str:
             "Guarantee: everything ever released under this name in this ledger is "
             f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})-differentially private, "
             "whatever was run, and however runs were chosen after seeing earlier ones.",
-            f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}.",
+            f"Spent: {budget['spent']:.1%} of the budget; left: {budget['left']:.1%}"
+            + (f"; held by runs that have not ended: {budget['held']:.1%}." if budget["held"] > 1e-9 else "."),
             "The same budget at other deltas: " + _pairs(budget["epsilons"]) + ".",
         ]
     lines += [
@@ -112,6 +91,10 @@ def card(record: dict[str, Any]) -> str:
             f"  This data is in the ledger as {', '.join(map(repr, others[:3]))}{more} too: what was released under "
             "all these names adds up, and no guarantee above counts the others."
         )
+    lines += [
+        f"  {rollback}  an older copy of this ledger was put back on purpose: what it forgot is not counted above"
+        for rollback in record["rollbacks"]
+    ]
     lines += ["", f"Not covered: {NOT_COVERED}."]
     return "\n".join(lines)
 
@@ -120,40 +103,48 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
     begun = [entry for entry in rows if entry.kind == "run"]
     selected = [entry for entry in rows if entry.kind == "selection"]
-    deltas = sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
-    spent = sum(entry.rdp or 0.0 for entry in last.values())
+    deltas = _deltas(budget)
     used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
-        "budget": None
-        if budget is None
-        else {
-            "epsilon": budget.epsilon,
-            "delta": budget.delta,
-            "order": budget.order,
-            "spent": spent / budget.capacity,
-            "left": max(0.0, 1 - spent / budget.capacity),
-            "epsilons": {delta: budget.epsilon_at(delta) for delta in deltas},
-        },
+        "budget": None if budget is None else budget_record(budget, rows[-1].of_data),
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
         "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
-        "runs": [_run(entry, last[entry.run], budget) for entry in begun],
-        "selections": [_selection(entry, budget) for entry in selected],
-        "changes": [_when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
+        "runs": [run_record(entry, last[entry.run], budget) for entry in begun],
+        "selections": [selection_record(entry, budget) for entry in selected],
+        "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
+
+
+def budget_record(budget: RenyiBudget, state: DataState) -> dict[str, Any]:
+    """What is said of a budget and of what runs have left of it."""
+    return {
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "order": budget.order,
+        "spent": state.spent / budget.capacity,
+        "held": (state.taken - state.spent) / budget.capacity,
+        "left": max(0.0, 1 - state.taken / budget.capacity),
+        "epsilons": {delta: budget.epsilon_at(delta) for delta in _deltas(budget)},
+    }
+
+
+def _deltas(budget: RenyiBudget | None) -> list[float]:
+    return sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
 
 
 def _others(name: str, groups: Iterable[set[str]]) -> list[str]:
     return sorted({other for group in groups if name in group for other in group} - {name})
 
 
-def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def run_record(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+    """What is said of one run, from the row that began it and the newest one that says what it used."""
     delta = float(first.data["about"].get("delta", _DELTAS[0] if budget is None else budget.delta))
     return {
         "run": first.run,
         "who": first.data["who"],
-        "began": _when(first),
-        "last": _when(last),
+        "began": when(first),
+        "last": when(last),
         "about": first.data["about"],
         "planned": first.data["planned"],
         "steps": last.steps,
@@ -166,13 +157,14 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
     }
 
 
-def _selection(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
-    repetitions, phases = _repeated(entry)
+def selection_record(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+    """What is said of one selection."""
+    repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
     return {
         "run": entry.run,
         "who": entry.data["who"],
-        "began": _when(entry),
+        "began": when(entry),
         "mean": entry.data["mean"],
         "shape": entry.data["shape"],
         "epsilon": repetitions.epsilon(phases, delta),
@@ -189,7 +181,7 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     spent = _accountants.RenyiAccountant()
     spent.rdp = accounting.rdp_curve(used)[1]
     for entry in selected:
-        repetitions, phases = _repeated(entry)
+        repetitions, phases = repeated(entry)
         spent.rdp = spent.rdp + repetitions.rdp(phases)
     return spent.epsilon(delta)
 
@@ -219,21 +211,6 @@ def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
     if _stopped_early(first, last, budget):
         return "stopped early without a budget: epsilon is that of all its planned steps"
     return "ended in order" if last.kind == "settle" else "running, or crashed"
-
-
-def _repeated(entry: Entry) -> tuple[Repetitions, tuple[Phase, ...]]:
-    return Repetitions(entry.data["mean"], float(entry.data["shape"])), phases_from_data(entry.data["phases"])
-
-
-def _costs(entry: Entry, budget: RenyiBudget) -> Any:
-    if entry.kind == "run":
-        return budget.costs(phases_from_data(entry.data["phases"]))
-    repetitions, phases = _repeated(entry)
-    return {entry.steps: repetitions.rdp(phases)[_accountants.ORDERS.index(budget.order)]}
-
-
-def _when(entry: Entry) -> str:
-    return datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _pairs(epsilons: dict[float, float]) -> str:
