@@ -252,6 +252,12 @@ class TestResults:
         plots.draw(measured, tmp_path)
         assert (tmp_path / report.PLOT).exists()
 
+    def test_results_of_another_machine_are_found_before_measuring(self, tmp_path, capsys, monkeypatch):
+        (tmp_path / "performance.json").write_text(json.dumps({"conditions": {"processor": "another"}}))
+        monkeypatch.setattr("fodp_lab.commands.bench._parts", lambda *_: pytest.fail("has begun to measure"))
+        assert main(["bench", "--quick", "--out", str(tmp_path)]) == 2
+        assert "give another --out folder" in capsys.readouterr().err
+
     def test_opacus_is_judged_by_its_best_mode(self):
         judged = {row.target.over: row for row in results.judge(self.measured())}
         best = judged["opacus, best mode"]

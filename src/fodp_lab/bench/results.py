@@ -54,8 +54,8 @@ def load(path: Path) -> Results:
     return results
 
 
-def merge(path: Path, parts: Results) -> Results:
-    """Put newly measured parts beside those already in the file, if any, and write it."""
+def begun(path: Path) -> Results:
+    """What is in the file already; raises if it was measured under other conditions."""
     now = conditions()
     before = load(path) if path.exists() else {"conditions": now}
     if before["conditions"] != now:
@@ -64,6 +64,12 @@ def merge(path: Path, parts: Results) -> Results:
             f"{path} was measured with {different} {before['conditions'].get(different)}, now {now[different]}: "
             "give another --out folder"
         )
+    return before
+
+
+def merge(path: Path, parts: Results) -> Results:
+    """Put newly measured parts beside those already in the file, if any, and write it."""
+    before = begun(path)
     merged = {**before, **parts, "workloads": {**before.get("workloads", {}), **parts.get("workloads", {})}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n")

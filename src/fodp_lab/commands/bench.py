@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         print(report.markdown(stored), end="")
         return 0
     folder = Path(options.out or Path("runs") / "bench")
-    measured: dict[str, Any] = {}
+    measured = results.begun(folder / RESULTS)  # found out before an hour of measuring, not after
     with _progress() as say:
         for part in _parts(options, say):  # written part by part: an interrupt loses the one under way only
             measured = results.merge(folder / RESULTS, part)
