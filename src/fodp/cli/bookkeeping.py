@@ -13,7 +13,7 @@ from fodp.training.folder import RunFolder
 from fodp.training.trainer import Trainer
 
 
-def open_ledger(path: Path, config: dict[str, Any], options: argparse.Namespace) -> Ledger:
+def open_ledger(path: Path | str, config: dict[str, Any], options: argparse.Namespace) -> Ledger:
     """The ledger that a run is kept in."""
     ledger = Ledger(
         path,

@@ -35,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     }
     for action, text in helps.items():
         add = actions.add_parser(action, help=text, description=text).add_argument
-        add("file", metavar="FILE", help="the ledger, or the folder of a run")
+        add("file", metavar="FILE", help="the ledger (a file, or postgresql://…), or the folder of a run")
         if action == "show":
             add("--page", type=int, default=1, metavar="N", help="older runs, page by page; default 1, the newest")
             add("--all", action="store_true", help="all runs at once")
@@ -67,15 +67,24 @@ def parse_budget(text: str) -> tuple[float, float]:
     return epsilon, delta
 
 
-def refuse_unguarded(path: Path, dataset: str, budget: str | None, no_budget: bool) -> None:
+def is_address(path: str) -> bool:
+    """Is this the address of a ledger on a server? The same as in `fodp.ledger`, without loading that."""
+    return path.startswith(("postgresql://", "postgres://"))
+
+
+def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budget: bool) -> None:
     """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
     from fodp.ledger import Ledger
+    from fodp.ledger.header import NoLedger
     from fodp.ledger.pages import known_names
     from fodp.ledger.rows import DataState
 
     if budget is not None or no_budget:
         return
-    ledger = Ledger(path, create=False) if os.path.exists(path) else None
+    try:
+        ledger = Ledger(path, create=False)
+    except NoLedger:
+        ledger = None
     if ledger is None or ledger.store.of_data(dataset) == DataState():
         known = "" if ledger is None else known_names(ledger)
         told = f"knows {known}" if known else "is new"
@@ -90,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from fodp.ledger import Ledger
     from fodp.training.folder import RunFolder
 
-    path = Path(options.file)
+    path: Path | str = options.file if is_address(options.file) else Path(options.file)
     if os.path.isdir(path):  # unlike Path.is_dir, it does not mind a name too long
         folder = RunFolder(path)
         path = folder.ledger_of(folder.read_config())
@@ -173,7 +182,7 @@ def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
     return 0
 
 
-def _select(options: argparse.Namespace, path: Path) -> int:
+def _select(options: argparse.Namespace, path: Path | str) -> int:
     from fodp.budget import Repetitions
     from fodp.cli.job import public_plan
     from fodp.ledger import Ledger

@@ -13,7 +13,7 @@ import fodp
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
-from fodp.cli.ledger import parse_budget, refuse_unguarded
+from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
 
 if TYPE_CHECKING:
     from fodp.plan import Plan
@@ -48,7 +48,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
-    add("--ledger", metavar="FILE", help="privacy ledger shared by many runs (default: one in the run folder)")
+    add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
     add("--no-budget", action="store_true", default=None, help="a new data set in --ledger, without a limit")
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         resume(trainer, folder, config)
     else:
         if "ledger" in config:
-            trainer.ledger = open_ledger(Path(config["ledger"]), config, options)
+            trainer.ledger = open_ledger(folder.ledger_of(config), config, options)
             trainer.ledger.refuse_unfit(plan.events(), trainer.last_step, seed=seed_mark(trainer.ledger, plan))
         folder.create()  # only now, when everything else has proved right
         if trainer.ledger is None:
@@ -197,8 +197,8 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
-        config["ledger"] = os.path.abspath(options.ledger)
-        refuse_unguarded(Path(config["ledger"]), config["dataset_name"], config.get("budget"), bool(options.no_budget))
+        config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
+        refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
     elif {"dataset_name", "budget"} & set(config):
         raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
     if "budget" in config:

@@ -35,7 +35,7 @@ class Opening(NamedTuple):
 
 
 class Ledger:
-    """The spending of many runs in one SQLite file that is only ever added to.
+    """The spending of many runs in one SQLite file, or on a server (`postgresql://…`), that is only ever added to.
 
     Every step's event is in the file before its release is used; a crash can only over-count. `dataset` is your
     name for the data; runs under one name share its `budget` (ε, δ), which is fixed by the first run that names
@@ -74,8 +74,8 @@ class Ledger:
         self.store = Store(path, create=create, verify=verify, older=older)
 
     @property
-    def path(self) -> Path:
-        """The file."""
+    def path(self) -> Path | str:
+        """The file, or the address of the server."""
         return self.store.path
 
     def close(self) -> None:

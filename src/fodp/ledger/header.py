@@ -12,6 +12,15 @@ RESTORE = (
 )
 
 
+class NoLedger(PrivacyError):
+    """There is none where one was named."""
+
+
+def is_address(path: object) -> bool:
+    """Is this a server's address, and not a file?"""
+    return str(path).startswith(("postgresql://", "postgres://"))
+
+
 class Header(NamedTuple):
     """The one row that is written when a ledger is made."""
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fodp._checks import PrivacyError
 from fodp._files import atomically
+from fodp.ledger.fingerprint import secret_file
 
 
 class Mark(NamedTuple):
@@ -26,10 +27,15 @@ class Mark(NamedTuple):
 
 
 class MarkFile:
-    """The small file that keeps it."""
+    """The small file that keeps it: beside a file, and among the user's own for a ledger on a server."""
 
-    def __init__(self, ledger: Path):
-        self.path, self._ledger = ledger.with_name(ledger.name + ".mark"), ledger
+    def __init__(self, ledger: Path | str):
+        self._ledger = ledger
+        if isinstance(ledger, Path):
+            self.path = ledger.with_name(ledger.name + ".mark")
+        else:
+            name = hashlib.blake2b(ledger.encode(), digest_size=16).hexdigest()
+            self.path = secret_file().parent / "ledgers" / f"{name}.mark"
 
     def read(self) -> Mark | None:
         """What is known; None if there is no mark."""
@@ -50,6 +56,9 @@ class MarkFile:
 
     def write(self, mark: Mark) -> None:
         """Replace the mark; whoever may use the ledger may use it too."""
+        if isinstance(self._ledger, str):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomically(self.path) as part:
             part.write_text(json.dumps({**mark._asdict(), "seal": mark.seal()}) + "\n", encoding="utf-8")
-            part.chmod(self._ledger.stat().st_mode & 0o666)
+            if isinstance(self._ledger, Path):
+                part.chmod(self._ledger.stat().st_mode & 0o666)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from fodp._checks import PrivacyError
 from fodp._files import atomically
-from fodp.ledger.header import RESTORE, Header
+from fodp.ledger.header import RESTORE, Header, NoLedger
 from fodp.ledger.rows import Raw
 
 VERSION = 3
@@ -199,7 +199,7 @@ class SQLiteRows:
                 "nothing was ever spent"
             )
         if not create and not self.path.exists():
-            raise PrivacyError(f"there is no ledger {self.path}: name the right file, or restore it")
+            raise NoLedger(f"there is no ledger {self.path}: name the right file, or restore it")
 
     def _refuse_other_version(self) -> None:
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
-from fodp.ledger.header import RESTORE
+from fodp.ledger.header import RESTORE, is_address
 from fodp.ledger.mark import Mark, MarkFile
+from fodp.ledger.postgres import PostgresRows
 from fodp.ledger.rows import DataState, Entry, Raw, RunState, Seals, mark_of, states_after, without
 from fodp.ledger.sqlite import SQLiteRows
 
@@ -30,10 +31,15 @@ class Store:
     """
 
     def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True, older: bool = False):
-        self.path = Path(path)
+        self.path: Path | str = str(path) if is_address(path) else Path(path)
         self._mark, self._raises_mark = MarkFile(self.path), False
-        self._refuse_new_beside_mark(create)
-        self._rows = SQLiteRows(self.path, create=create, verify=verify)
+        self._rows: SQLiteRows | PostgresRows
+        if isinstance(self.path, str):
+            known = os.path.exists(self._mark.path)  # then a new ledger would be a new budget
+            self._rows = PostgresRows(self.path, create=create and not known, verify=verify)
+        else:
+            self._refuse_new_beside_mark(create)
+            self._rows = SQLiteRows(self.path, create=create, verify=verify)
         self.header = self._rows.header()
         self._seals = Seals(self.header.key)
         if verify:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fodp._checks import PrivacyError
 from fodp._files import atomically
+from fodp.ledger.header import is_address
 
 _TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
 
@@ -56,9 +57,10 @@ class RunFolder:
             for part in self.path.glob(f"{file.name}.*.part"):  # as `atomically` names them
                 part.unlink(missing_ok=True)
 
-    def ledger_of(self, config: dict[str, Any]) -> Path:
-        """The ledger that the run is kept in: one named by the user, or the folder's own."""
-        return Path(config["ledger"]) if config.get("ledger") else self.ledger
+    def ledger_of(self, config: dict[str, Any]) -> Path | str:
+        """The ledger that the run is kept in: a file or an address named by the user, or the folder's own."""
+        named = config.get("ledger")
+        return self.ledger if not named else str(named) if is_address(named) else Path(named)
 
     def write(self, file: Path, text: str) -> None:
         """All or nothing."""
