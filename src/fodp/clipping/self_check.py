@@ -48,7 +48,7 @@ def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
 
     def look() -> None:
         losses, found = engine._differentiate(_copied(one), trainable, single=True)
-        seen.append((losses, [gradient for gradient in found if gradient is not None]))
+        seen.append((losses, [gradient.to_dense() for gradient in found if gradient is not None]))  # tables: sparse
 
     with _buffers_kept(engine.model):
         if engine.site.quiet:
