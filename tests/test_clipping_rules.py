@@ -19,7 +19,7 @@ from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradie
 
 COUNT = 5
 # Relative to the clip norm. float32 sums differ by their roundings, and by the allowance for them.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,9 @@ def fast_sum(model: nn.Module, batch: Any, clip_norm: float) -> Tensor:
     return result
 
 
-def assert_close(found: Tensor, expected: Tensor, clip_norm: float) -> None:
+def assert_close(found: Tensor, expected: Tensor, clip_norm: float, allowed: float = 0.0) -> None:
     error = (found.double() - expected).norm() / clip_norm
-    assert error <= TOLERANCES[found.dtype], f"off by {error:.1e} clip norms"
+    assert error <= max(allowed, TOLERANCES[found.dtype]), f"off by {error:.1e} clip norms"
 
 
 @pytest.mark.rule(4)
@@ -69,7 +69,9 @@ def test_layer_equals_gradients_by_hand(name: str, dtype: torch.dtype) -> None:
     model, x = build(LAYERS, name, COUNT, dtype)
     truth = gradients_by_hand(model, probe, x)
     clip_norm = clip_norm_for(truth)
-    assert_close(fast_sum(model, x, clip_norm), clipped(truth, clip_norm).sum(0), clip_norm)
+    # Float32 ghost norms are raised by what rounding may do, which clips this layer 2e-5 of C more; no other needs it.
+    allowed = 3e-5 if name == "conv2d-groups-ghost" and dtype == torch.float32 else 0.0
+    assert_close(fast_sum(model, x, clip_norm), clipped(truth, clip_norm).sum(0), clip_norm, allowed)
 
 
 @pytest.mark.rule(4)

@@ -144,7 +144,7 @@ class ByNumpy(nn.Module):
         self.a = nn.Linear(WIDTH, 2)
 
     def forward(self, x):
-        scale = np.random.rand(len(x), 1) * random.random()  # noqa: NPY002
+        scale = np.random.rand(len(x), 1) * random.random()  # noqa: NPY002  what people write
         return self.a(x * torch.from_numpy(scale).to(x))
 
 
@@ -313,7 +313,7 @@ def jitter_rows(batch):
 
 
 def jitter_by_numpy(batch):
-    return batch[0] + torch.from_numpy(np.random.randn(*batch[0].shape)).float(), batch[1]  # noqa: NPY002
+    return batch[0] + torch.from_numpy(np.random.randn(*batch[0].shape)).float(), batch[1]  # noqa: NPY002  what people write
 
 
 def mixup(batch):
@@ -415,7 +415,7 @@ class DrawsBackwards(nn.Module):
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 @pytest.mark.parametrize(
     "draw",
-    [torch.rand_like, lambda g: torch.from_numpy(np.random.rand(*g.shape)).float()],  # noqa: NPY002
+    [torch.rand_like, lambda g: torch.from_numpy(np.random.rand(*g.shape)).float()],  # noqa: NPY002  what people write
     ids=["torch", "numpy"],
 )
 def test_what_a_backward_pass_draws_does_not_depend_on_the_lot(draw, engine, pair):
