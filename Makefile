@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check format lint types docs bench bench-methods bench-noise bench-compile soak fuzz clean
+.PHONY: demo test quick test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -11,16 +11,19 @@ demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; wr
 test: $(INSTALLED)  ## create the environment and run the tests
 	$(BIN)/python -m pytest -n auto
 
-# The tests of report.html use a real browser if there is one (Debian: apt-get install chromium).
+quick: $(INSTALLED)  ## all but the slow tests (tests/slow.txt): before every commit
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench,hf,postgres,sklearn,lightning,opacus,skorch,wandb,mlflow]"
 	$(BIN)/python -m pytest -n auto
 
-check: lint types test  ## format, lint, types and tests: before every commit
+check: lint types test  ## format, lint, types and tests: before you stop
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 types: $(INSTALLED)
 	$(BIN)/mypy
@@ -32,12 +35,15 @@ format: $(INSTALLED)
 docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp methods --markdown > docs/methods.md
 	$(BIN)/python tests/rules_page.py
+	$(BIN)/python tests/reliability_page.py
 	$(BIN)/python tests/mutants_for_tests.py
 	$(BIN)/fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
+	$(BIN)/fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
 	$(BIN)/fodp report
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,bench]"
+	$(BIN)/python benchmarks/trust.py
 	$(BIN)/fodp bench --all --out runs/bench
 
 bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
@@ -46,10 +52,16 @@ bench-methods: $(INSTALLED)  ## time per step of every method relative to dp-sgd
 bench-noise: $(INSTALLED)  ## what the secure stream, exact noise and the ledger add to a step on the paper's MLP
 	$(BIN)/python benchmarks/noise.py
 
+bench-trust: $(INSTALLED)  ## pass or fail: the secure stream takes at most a fifth of a step, the ledger 2% of a run
+	$(BIN)/python benchmarks/trust.py
+
+bench-kernels: $(INSTALLED)  ## what each compiled loop saves of a step; written to docs/kernels.json
+	$(BIN)/python benchmarks/kernels.py
+
 bench-compile: $(INSTALLED)  ## what torch.compile does for plain training
 	$(BIN)/python benchmarks/compile.py
 
-soak: $(INSTALLED)  ## kill a training at least 50 times at random moments and check that nothing is lost
+soak: $(INSTALLED)  ## kill, race, damage and starve trainings at random and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
 
 fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped sum beyond its bound; 1 if there is one

@@ -16,8 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fodp.accounting import Event, Phase
-from fodp.budget import phases_to_data
+from fodp.accounting import Event, Phase, phases_to_data
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.rows import RunState, mark_of, states_after

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from fodp._malloc import keep_freed_memory
+from fodp.cli._malloc import keep_freed_memory
 from fodp.methods import METHODS
 from fodp_lab.bench.steps import private
 from fodp_lab.bench.workloads import WORKLOADS

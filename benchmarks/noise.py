@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.clipping import Engine, Gradients
-from fodp.exact import rounded_normals
-from fodp.models import cross_entropy
+from fodp.data.models import cross_entropy
 from fodp.noise import Streams
+from fodp.noise.exact import rounded_normals
 from fodp_lab.bench.trust import MLP, TorchNoise, milliseconds, trainer_with
 
 BURST = 20

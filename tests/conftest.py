@@ -3,11 +3,22 @@
 import os
 import tempfile
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tiers import slow_tests
 
 torch.set_num_threads(1)
 settings.register_profile("fodp", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("fodp")
 # The secret that keys fingerprints is made anew, away from the user's own.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="fodp-tests-")
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what `make quick` leaves out: the list is measured, see tests/tiers.py."""
+    slow = slow_tests()
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)

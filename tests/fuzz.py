@@ -21,11 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from fodp import kernels
-from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, uses
-from fodp.clipping.rounding import gamma
-from fodp.clipping.tables import Rows
-from fodp.clipping.uses import Outer, Product
-from fodp.mechanism import Query
+from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients
+from fodp.clipping.batches import Keyed, take
+from fodp.clipping.layers import uses
+from fodp.clipping.layers.embeddings import Rows
+from fodp.clipping.layers.rounding import gamma
+from fodp.clipping.layers.segments import Ragged
+from fodp.clipping.layers.uses import Outer, Product
+from fodp.draws import Source
+from fodp.noise import Streams
+from fodp.queries import Query
 
 _DOUBLE_SUMS = 1e-12  # of float64 sums in the search itself
 
@@ -57,6 +62,44 @@ class Attention(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
+class Apply(nn.Module):
+    """Parts by name and a function over them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(self, x)
+
+
+def by_addmm() -> nn.Module:
+    """As GPT-2 has it: the weight lies the other way."""
+    return Apply(
+        lambda m, x: torch.addmm(m.bias, x.flatten(0, 1), m.weight).unflatten(0, x.shape[:2]),
+        weight=nn.Parameter(torch.randn(200, 60)),
+        bias=nn.Parameter(torch.zeros(60)),
+    )
+
+
+def over_time(kind: Any) -> nn.Module:
+    return Apply(lambda m, x: m.layer(x)[0], layer=kind(8, 6, batch_first=True))
+
+
+def scaled() -> nn.Module:
+    """Parameters that no layer holds, spread out over the lot and over positions."""
+    parts = dict(scale=nn.Parameter(torch.randn(24)), shift=nn.Parameter(torch.randn(1, 12, 1)))
+    return Apply(lambda m, x: x * (1 + m.scale) + m.shift, **parts)
+
+
+def shared_positions() -> nn.Module:
+    """The same rows of a table for every example."""
+    table = nn.Parameter(torch.randn(8, 24))
+    return Apply(lambda m, x: x * nn.functional.embedding(torch.arange(12) // 3, m.table)[None], table=table)
+
+
 def frozen_first() -> nn.Module:
     model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30))
     model[0].requires_grad_(False)
@@ -79,6 +122,7 @@ class Kind:
     tokens: int = 0  # inputs are that many tokens, drawn from few
     held: bool = True  # whether small gradients are held between norms and sums
     copies: int = 1
+    people: bool = False  # the copies are one person's records, and others have two each
     given: bool = True  # whether all factors are: no forward pass in between that rounds by the size of a lot
 
 
@@ -90,6 +134,13 @@ KINDS: dict[str, Kind] = {
     "positions, long ghost": Kind(lambda: nn.Linear(3072, 128), (32, 3072)),
     "positions, many ghost": Kind(lambda: nn.Linear(256, 256), (100, 256)),
     "positions, ghost, copies": Kind(lambda: nn.Linear(200, 100), (4, 200), copies=3),
+    "linear, people": Kind(lambda: nn.Linear(90, 80), (90,), copies=5, people=True),
+    "positions, ghost, people": Kind(lambda: nn.Linear(200, 100), (4, 200), copies=3, people=True),
+    "positions, direct, people": Kind(lambda: nn.Linear(24, 16), (15, 24), copies=3, people=True, held=False),
+    "conv2d, people": Kind(lambda: nn.Conv2d(3, 5, 3), (3, 6, 6), copies=3, people=True),
+    "conv2d, ghost, people": Kind(lambda: nn.Conv2d(64, 48, 3), (64, 4, 4), copies=3, people=True),
+    "embedding, people": Kind(lambda: nn.Embedding(40, 32), (), tokens=12, copies=3, people=True),
+    "layer norm, people": Kind(lambda: nn.LayerNorm(48), (4, 48), copies=3, people=True, given=False),
     "positions, held": Kind(lambda: nn.Linear(24, 16), (40, 24)),
     "positions, direct": Kind(lambda: nn.Linear(24, 16), (40, 24), held=False),
     "called twice": Kind(lambda: Twice(nn.Linear(200, 60)), (8, 200)),
@@ -103,10 +154,31 @@ KINDS: dict[str, Kind] = {
     "embedding": Kind(lambda: nn.Embedding(40, 32), (), tokens=30),
     "embedding, one word": Kind(lambda: nn.Embedding(2, 64), (), tokens=100),
     "tied table": Kind(tied_table, (), tokens=12, given=False),
+    "tied table, cross terms": Kind(tied_table, (), tokens=12, given=False, held=False),
     "layer norm": Kind(lambda: nn.LayerNorm(48), (20, 48), given=False),
     "group norm": Kind(lambda: nn.GroupNorm(4, 16), (16, 5, 5), given=False),
     "frozen first": Kind(frozen_first, (12,), given=False),
     "attention": Kind(lambda: Attention(8), (5, 8), given=False),
+    "addmm": Kind(by_addmm, (8, 200)),
+    "scale and shift": Kind(scaled, (12, 24)),
+    "shared positions": Kind(shared_positions, (12, 24)),
+    "embedding bag": Kind(lambda: nn.EmbeddingBag(40, 32), (), tokens=30),
+    "rms norm": Kind(lambda: nn.RMSNorm(48), (20, 48), given=False),
+    "prelu": Kind(lambda: nn.PReLU(16), (16, 5, 5)),
+    "conv3d": Kind(lambda: nn.Conv3d(2, 3, 2), (2, 4, 4, 4)),
+    "conv3d, direct": Kind(lambda: nn.Conv3d(2, 3, 2, stride=2), (2, 4, 5, 5), held=False),
+    "conv3d, by place": Kind(lambda: nn.Conv3d(16, 3, 2), (16, 3, 4, 4)),
+    "transposed convolution": Kind(lambda: nn.ConvTranspose2d(3, 4, 2), (3, 5, 5)),
+    "transposed, direct": Kind(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1), (3, 5, 5), held=False),
+    "lstm": Kind(lambda: over_time(nn.LSTM), (7, 8), given=False),
+    "gru": Kind(lambda: over_time(nn.GRU), (7, 8), given=False),
+    "weight norm": Kind(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(30, 20)), (30,), given=False),
+    "weight norm, positions": Kind(
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 5, 3)), (6, 9), given=False
+    ),
+    "spectral norm": Kind(
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(30, 20)).eval(), (30,), given=False
+    ),
     "two layers": Kind(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10)), (6, 20), given=False),
 }
 
@@ -217,7 +289,9 @@ def start(kind: str, rng: torch.Generator, pick: random.Random) -> Case:
     model = about.model()
     patterns = pick.choice(_PAIRS) if pick.random() < 0.5 else (pick.choice(PATTERNS), pick.choice(PATTERNS))
     if about.tokens:
-        words = next(model.modules() if isinstance(model, nn.Embedding) else iter(model[0].modules())).num_embeddings
+        words = next(
+            model.modules() if isinstance(model, nn.Embedding | nn.EmbeddingBag) else iter(model[0].modules())
+        ).num_embeddings
         inputs = torch.randint(0, pick.choice([1, 2, words]), (rows, about.tokens), generator=rng)
     else:
         inputs = _rows(rows, about.shape, patterns[0], rng, pick)
@@ -276,9 +350,15 @@ class Lot:
         self.engine = _engine(case.kind, case.dtype)
         self.batch = case.inputs if self.about.tokens else case.inputs.to(case.dtype), case.back.to(case.dtype)
         self.one, self.others = slice(0, self.about.copies), slice(self.about.copies, None)
+        self.copies = 1 if self.about.people else self.about.copies
+        self.whole: Any = self.batch
+        if self.about.people:
+            rows = torch.arange(len(self.batch[0]))
+            owners = torch.where(rows < self.about.copies, -1, (rows - self.about.copies) // 2)
+            self.whole = Keyed(self.batch, rows, Source(Streams.seeded(0), 0, "fuzz"), owners, summed=case.blocks)
 
     def asked(self, rows: slice, exact: bool = False) -> Gradients:
-        part = Gradients(self.engine, tuple(t[rows] for t in self.batch), copies=self.about.copies, exact=exact)
+        part = Gradients(self.engine, take(self.whole, rows), copies=self.copies, exact=exact)
         sizes = [0.5 + i % 3 for i in range(len(self.engine.layout.names))]
         return part.scaled(sizes) if self.case.blocks else part
 
@@ -321,7 +401,7 @@ def _stated(lot: Lot, exact: bool) -> float:
     weights = (lot.bound / torch.tensor(_norms(gradients), dtype=torch.float64)).clamp(max=1).nan_to_num(0)
     blocks = gradients.blocks or (1.0,) * len(lot.engine.layout.names)
     squares, terms = torch.zeros(len(weights), dtype=torch.float64), 1
-    for use, b in zip(lot.engine.recorded(lot.batch, copies=lot.about.copies), blocks, strict=True):
+    for use, b in zip(lot.engine.recorded(lot.whole, copies=lot.copies), blocks, strict=True):
         if use is not None:
             mass, positions = _mass(use)
             squares, terms = squares + (b * mass).square(), max(terms, positions)
@@ -332,6 +412,9 @@ def _stated(lot: Lot, exact: bool) -> float:
 
 def _mass(use: Any) -> tuple[Tensor, int]:
     """Σ of norms of what is summed in an example, and how many terms that are."""
+    if isinstance(use, Ragged):
+        parts = [_mass(part) for _, part in use._parts]
+        return use._spread([mass for mass, _ in parts]), max(terms for _, terms in parts)
     if isinstance(use, Outer):
         lengths = (t.double().norm(dim=3) for t in (use.inputs(), use.back))
         left, right = lengths

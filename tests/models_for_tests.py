@@ -68,6 +68,10 @@ def conv1d(*args: Any, size: int = 9, **kwargs: Any) -> tuple[Make, Callable[[in
     return (lambda: nn.Conv1d(*args, **kwargs)), (lambda n: torch.randn(n, args[0], size))
 
 
+def conv3d(*args: Any, size: tuple[int, int, int] = (4, 5, 3), **kwargs: Any) -> tuple[Make, Callable[[int], Tensor]]:
+    return (lambda: nn.Conv3d(*args, **kwargs)), (lambda n: torch.randn(n, args[0], *size))
+
+
 def layer(make: Make, *shape: int) -> tuple[Make, Callable[[int], Tensor]]:
     return make, (lambda n: torch.randn(n, *shape))
 
@@ -126,6 +130,25 @@ LAYERS: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     **{f"conv2d-{mode}": conv2d(2, 3, 3, padding=(2, 1), padding_mode=mode) for mode in PADDING_MODES},
     **{f"conv2d-same-{mode}": conv2d(2, 3, (2, 3), padding="same", padding_mode=mode) for mode in PADDING_MODES},
     **{f"conv1d-{mode}": conv1d(2, 3, 3, padding=2, stride=2, padding_mode=mode) for mode in PADDING_MODES},
+    "conv3d": conv3d(2, 3, 2),
+    "conv3d-no-bias": conv3d(2, 3, (2, 1, 3), bias=False),
+    "conv3d-ghost": conv3d(4, 12, (2, 2, 2), size=(2, 3, 2)),
+    "conv3d-groups": conv3d(4, 6, 2, groups=2),
+    "conv3d-by-place": conv3d(16, 3, (2, 3, 2), dilation=(1, 2, 1)),
+    "conv3d-stride-dilation": conv3d(2, 3, 2, stride=(2, 1, 2), dilation=(1, 2, 1), padding=(1, 0, 1)),
+    "conv3d-one-position": conv3d(2, 3, (4, 5, 3)),
+    **{f"conv3d-{mode}": conv3d(2, 3, (2, 3, 2), padding=1, padding_mode=mode) for mode in PADDING_MODES},
+    "transposed-1d": layer(lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1), 3, 5),
+    "transposed": layer(lambda: nn.ConvTranspose2d(3, 4, 3), 3, 4, 5),
+    "transposed-no-bias": layer(lambda: nn.ConvTranspose2d(3, 4, 2, bias=False), 3, 4, 5),
+    "transposed-rest": layer(lambda: nn.ConvTranspose2d(3, 4, 3, stride=(2, 3), output_padding=1), 3, 4, 5),
+    "transposed-rest-beyond-stride": layer(
+        lambda: nn.ConvTranspose2d(3, 4, 3, stride=1, dilation=3, output_padding=2), 3, 4, 5
+    ),
+    "transposed-groups": layer(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, padding=1, dilation=2), 4, 4, 5),
+    "transposed-ghost": layer(lambda: nn.ConvTranspose2d(8, 8, 2), 8, 2, 2),
+    "transposed-by-place": layer(lambda: nn.ConvTranspose2d(4, 16, 2, dilation=2), 4, 3, 4),
+    "transposed-3d": layer(lambda: nn.ConvTranspose3d(2, 3, 2, stride=2, padding=1), 2, 3, 2, 3),
     "embedding": tokens(lambda: nn.Embedding(7, 3), 5),
     "embedding-repeated": tokens(lambda: nn.Embedding(7, 3), 8, rows=2),
     "embedding-padding": tokens(lambda: nn.Embedding(7, 3, padding_idx=1), 6, rows=3),
@@ -264,6 +287,12 @@ def changed_later(m: Any, x: Tensor) -> Tensor:
 
 def no_positions(m: Any, x: Tensor) -> Tensor:
     return m.a(x) + m.b(m.positions)
+
+
+def set_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, 1] = m.t
+    return h.tanh()
 
 
 def attention(**kwargs: Any) -> nn.MultiheadAttention:
@@ -471,7 +500,6 @@ FAST: Structures = {
         floats(4, 6),
     ),
     "own-layer": (sequential(linear(), lambda: Scale(6), linear()), floats(6)),
-    "own-layer-branches-on-data": (sequential(linear(), lambda: BranchOnData(6), linear()), floats(6)),
     "own-layer-with-mask": (
         structure(lambda m, x: m.b(m.a(x, m.mask)), a=lambda: Masked(6), b=linear(), mask=lambda: torch.randn(4, 4)),
         floats(4, 6),
@@ -479,6 +507,14 @@ FAST: Structures = {
     "prelu": (sequential(linear(), lambda: nn.PReLU(6), linear()), floats(6)),
     "transposed-convolution": (sequential(lambda: nn.ConvTranspose2d(2, 3, 3, stride=2)), floats(2, 4, 4)),
     "convolution-3d": (sequential(lambda: nn.Conv3d(2, 3, 2)), floats(2, 3, 4, 3)),
+    "convolutions-by-function": (
+        structure(
+            lambda m, x: F.conv_transpose3d(F.conv3d(x, m.v, padding=1).tanh(), m.w, m.b, stride=2, output_padding=1),
+            v=lambda: nn.Parameter(torch.randn(3, 2, 2, 2, 2)), w=lambda: nn.Parameter(torch.randn(3, 2, 2, 1, 2)),
+            b=lambda: nn.Parameter(torch.randn(2)),
+        ),
+        floats(2, 3, 2, 2),
+    ),
     "bilinear": (structure(lambda m, x: m.a(x, x.sin()), a=lambda: nn.Bilinear(6, 6, 4)), floats(6)),
     "frozen-batch-norm": (sequential(linear(), with_statistics, linear()), floats(6)),
     "frozen-batch-norm-without-affine": (
@@ -500,10 +536,91 @@ FAST: Structures = {
         sequential(linear(), in_evaluation(lambda: nn.Dropout(0.5)), linear()),
         floats(6),
     ),
-}  # fmt: skip
-
-# The layer rules would be wrong or cannot tell examples apart: the loop, with a warning.
-LOOPED: Structures = {
+    "time-flattened-before-examples": (
+        structure(
+            lambda m, x: m.a(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x))).transpose(0, 1), a=linear()
+        ),
+        floats(3, 6),
+    ),
+    "norm-time-first": (
+        structure(
+            lambda m, x: m.b(m.a(x.transpose(0, 1))).transpose(0, 1),
+            a=with_random_affine(lambda: nn.LayerNorm(6)), b=linear(),
+        ),
+        floats(3, 6),
+    ),
+    "positions-of-a-table": (
+        structure(
+            lambda m, x: m.b((m.a(x) + m.p(torch.arange(4)[None])).tanh()),
+            a=lambda: nn.Embedding(7, 5), p=lambda: nn.Embedding(9, 5), b=linear(5, 3),
+        ),
+        words(4),
+    ),
+    "class-token": (
+        structure(
+            lambda m, x: m.a(torch.cat([m.t.expand(len(x), -1, -1), x], 1)).tanh(),
+            a=linear(), t=lambda: nn.Parameter(torch.randn(1, 1, 6)),
+        ),
+        floats(3, 6),
+    ),
+    "repeated-token": (
+        structure(
+            lambda m, x: m.a(torch.cat([m.t.repeat(len(x), 1, 1), x], 1)).tanh(),
+            a=linear(), t=lambda: nn.Parameter(torch.randn(1, 2, 6)),
+        ),
+        floats(3, 6),
+    ),
+    "token-set-in-place": (
+        structure(set_in_place, a=linear(), t=lambda: nn.Parameter(torch.randn(6))),
+        floats(3, 6),
+    ),
+    "shift-in-place": (
+        structure(lambda m, x: m.a(x).mul_(m.s).add_(m.t), a=linear(), s=lambda: nn.Parameter(torch.randn(6)),
+                  t=lambda: nn.Parameter(torch.randn(3, 1))),
+        floats(3, 6),
+    ),
+    "one-plus-scale": (
+        structure(lambda m, x: m.a(x) * (1 + m.s) - m.s.square(), a=linear(), s=lambda: nn.Parameter(torch.randn(6))),
+        floats(3, 6),
+    ),
+    "transposed-weight": (
+        structure(lambda m, x: (m.a(x) @ m.a.weight).tanh() @ m.a.weight.t(), a=linear(6, 4)), floats(3, 6)
+    ),
+    "addmm": (
+        structure(
+            lambda m, x: torch.addmm(m.b, x.reshape(-1, 6), m.w).view(len(x), -1, 4).tanh(),
+            w=lambda: nn.Parameter(torch.randn(6, 4)), b=lambda: nn.Parameter(torch.randn(4)),
+        ),
+        floats(3, 6),
+    ),
+    "einsum": (
+        structure(
+            lambda m, x: torch.einsum("btd,dhk->bthk", x, m.w).tanh(), w=lambda: nn.Parameter(torch.randn(6, 2, 3))
+        ),
+        floats(3, 6),
+    ),
+    "rms-norm": (sequential(linear(), with_random_affine(lambda: nn.RMSNorm(6)), linear()), floats(3, 6)),
+    "lstm-dropout-in-evaluation": (
+        structure(
+            lambda m, x: m.a(x)[0],
+            a=in_evaluation(lambda: nn.LSTM(6, 4, num_layers=2, dropout=0.5, batch_first=True)),
+        ),
+        floats(5, 6),
+    ),
+    "lstm-projected": (
+        structure(lambda m, x: m.a(x)[0], a=lambda: nn.LSTM(6, 4, proj_size=3, batch_first=True, bias=False)),
+        floats(5, 6),
+    ),
+    "rnn": (structure(lambda m, x: m.a(x)[0], a=lambda: nn.RNN(6, 4, batch_first=True)), floats(5, 6)),
+    "lstm-cell": (structure(lambda m, x: m.a(x[:, 1], m.a(x[:, 0]))[1], a=lambda: nn.LSTMCell(6, 4)), floats(2, 6)),
+    "cross-attention": (
+        structure(lambda m, x: m.a(x, x.flip(1).sin(), x.flip(1).sin())[0], a=lambda: attention(batch_first=True)),
+        floats(4, 6),
+    ),
+    "spectral-norm": (
+        in_evaluation(lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))), floats(6)
+    ),
+    "embedding-bag": (sequential(lambda: nn.EmbeddingBag(7, 5), linear(5, 3)), words(4)),
     "functional-reuse": (structure(lambda m, x: F.linear(m.a(x).tanh(), m.a.weight), a=linear()), floats(6)),
     "functional-embedding-reuse": (
         structure(lambda m, x: F.linear(m.a(x), m.a.weight), a=lambda: nn.Embedding(7, 5)),
@@ -519,6 +636,20 @@ LOOPED: Structures = {
         structure(lambda m, x: m.a(x.flatten(0, 1)).unflatten(0, (len(x), -1)), a=linear()),
         floats(3, 6),
     ),
+    "one-output-made-of-another": (
+        structure(lambda m, x: (lambda y: y[0] * y[1])(m.a(m.b(x))), a=lambda: TwoOutputs(6), b=linear()),
+        floats(6),
+    ),
+    "weight-norm": (weight_norm, floats(6)),
+    "shared-input-without-examples": (
+        structure(no_positions, a=linear(), b=linear(), positions=lambda: torch.randn(3, 6)),
+        floats(3, 6),
+    ),
+}  # fmt: skip
+
+# The layer rules would be wrong or cannot tell examples apart: the loop, with a warning.
+LOOPED: Structures = {
+    "own-layer-branches-on-data": (sequential(linear(), lambda: BranchOnData(6), linear()), floats(6)),
     "centred-input": (structure(lambda m, x: m.a(0.3 + x - x.mean(0)), a=linear()), floats(6)),
     "centred-inside": (
         structure(lambda m, x: m.b((lambda h: h - 0.5 * h.mean(0))(m.a(x))), a=linear(), b=linear()),
@@ -531,17 +662,8 @@ LOOPED: Structures = {
         structure(lambda m, x: m.a(x - (0.5 * x.mean(0) if m.training else 0)), a=linear()),
         floats(6),
     ),
-    "one-output-made-of-another": (
-        structure(lambda m, x: (lambda y: y[0] * y[1])(m.a(m.b(x))), a=lambda: TwoOutputs(6), b=linear()),
-        floats(6),
-    ),
-    "weight-norm": (weight_norm, floats(6)),
     "packed-sequence": (structure(packed, a=lambda: nn.LSTM(6, 4, batch_first=True)), floats(3, 6)),
     "input-changed-in-place-later": (structure(changed_later, a=frozen(linear(), "weight")), floats(6)),
-    "shared-input-without-examples": (
-        structure(no_positions, a=linear(), b=linear(), positions=lambda: torch.randn(3, 6)),
-        floats(3, 6),
-    ),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import audit
+from fodp import audit, people
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
+from fodp.clipping import engine, gradients
 from fodp.clipping.batches import Batch, Keyed, plain
-from fodp.mechanism import Query
 from fodp.methods import METHODS, Method, register
-from fodp.methods.base import Vectors
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
+from fodp.queries import Query
 from fodp.run import Run
 from fodp.sampling import Lot
 from fodp.training.trainer import Trainer
@@ -239,13 +241,18 @@ class CleanMemory(FODPSGD):
         return run.release(lot, r, std(run))
 
 
+@dataclass
+class Average(DataclassState):
+    average: float | Tensor = 0.0
+
+
 class CleanAverage(DPSGD):
     """Keeps an EMA of sums before noise and lets it steer the update."""
 
     name = "clean-average"
 
-    def init(self, plan: fodp.Plan, size: int) -> Vectors:
-        return Vectors(average=0.0)
+    def init(self, plan: fodp.Plan, size: int) -> Average:
+        return Average()
 
     def step(self, run: Any, state: Any) -> Tensor:
         lot = run.draw()
@@ -351,7 +358,7 @@ class AugmentInRowOrder(RowOrder):
         self._augmentation = augmentation
         if augmentation is None or not len(lot.indices):
             return batch
-        rows = augmentation._augment(plain(batch))
+        rows = augmentation.augment(plain(batch))
         views = len(rows[0]) // len(batch.records)
         return Keyed(rows, batch.records.repeat(views), batch.source)
 
@@ -383,7 +390,7 @@ def balanced(model: nn.Module, batch: Any) -> Tensor:
 def keys_from_a_counter(patch: pytest.MonkeyPatch) -> None:
     """A secret of the process and a counter, instead of the system's entropy: a fork has both."""
     secret, counter = b"drawn once when the program begins", itertools.count()
-    patch.setattr("fodp.noise.secrets.token_bytes", lambda size: _hashed(secret + b"%d" % next(counter), size))
+    patch.setattr("fodp.noise.streams.secrets.token_bytes", lambda size: _hashed(secret + b"%d" % next(counter), size))
 
 
 def _hashed(words: bytes, size: int) -> bytes:
@@ -399,7 +406,7 @@ def norms_under_autocast(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.drop_in.compare_alone", lambda *_: None)
+    patch.setattr("fodp.training.loop.compare_alone", lambda *_: None)
 
 
 def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
@@ -472,6 +479,27 @@ MUTANTS = (
 )
 
 
+def records_drawn_by_their_place_in_the_lot(patch: pytest.MonkeyPatch) -> None:
+    def by_place(blocks: Any, places: Any) -> Any:
+        return np.arange(2 * len(places), dtype="<u8").reshape(-1, 2).view(np.uint8)
+
+    patch.setattr(people, "_places", by_place)
+
+
+def records_clipped_before_they_are_summed(patch: pytest.MonkeyPatch) -> None:
+    for module in (engine, gradients):
+        patch.setattr(module, "sizes_of", lambda batch: None)
+
+
+def all_records_used(patch: pytest.MonkeyPatch) -> None:
+    init = people.PeopleSampler.__init__
+
+    def greedy(self: Any, owners: Any, rate: float, most: int, *rest: Any) -> None:
+        init(self, owners, rate, 10**6, *rest)
+
+    patch.setattr(people.PeopleSampler, "__init__", greedy)
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A mistake that no attack sees, and the test that fails for it.
@@ -491,59 +519,77 @@ class Unseen:
 UNSEEN = (
     Unseen(
         "secure keys from a counter in the process",
-        "test_noise.py::test_streams_made_in_forked_workers_differ",
+        "noise/test_noise.py::test_streams_made_in_forked_workers_differ",
         keys_from_a_counter,
     ),
     Unseen(
         "draws of records keyed by the step's number alone",
-        "test_premise.py::test_draws_differ_by_step_record_and_key",
+        "draws/test_premise.py::test_draws_differ_by_step_record_and_key",
         records_keyed_by_the_step,
     ),
     Unseen(
         "norms in bfloat16 under autocast",
-        "test_premise.py::test_autocast_around_everything_belongs_to_the_loss_alone",
+        "draws/test_premise.py::test_autocast_around_everything_belongs_to_the_loss_alone",
         norms_under_autocast,
         dict(engine="auto", layer="wide sequence"),
     ),
     Unseen(
         "padding to the longest record not compared",
-        "test_premise_loop.py::test_a_mean_over_padded_positions_is_refused",
+        "draws/test_premise_loop.py::test_a_mean_over_padded_positions_is_refused",
         padding_not_compared,
     ),
     Unseen(
         "a loss module's buffers not watched",
-        "test_premise.py::test_a_loss_that_counts_is_refused",
+        "draws/test_premise.py::test_a_loss_that_counts_is_refused",
         loss_modules_not_watched,
     ),
     Unseen(
         "a second module trained without noise",
-        "test_premise_loop.py::test_a_second_module_that_learns_from_the_same_loss_is_refused",
+        "draws/test_premise_loop.py::test_a_second_module_that_learns_from_the_same_loss_is_refused",
         other_modules_not_watched,
     ),
     Unseen(
         "a mean over the tokens of all examples",
-        "test_premise_loop.py::test_a_mean_over_the_tokens_of_the_whole_lot_is_refused",
+        "draws/test_premise_loop.py::test_a_mean_over_the_tokens_of_the_whole_lot_is_refused",
         joint_losses_not_compared,
     ),
     Unseen(
         "a sum that no parameter contributes to",
-        "test_premise.py::test_a_sum_of_nothing_is_refused",
+        "draws/test_premise.py::test_a_sum_of_nothing_is_refused",
         nothing_summed,
         dict(engine="loop"),
     ),
-    Unseen("`len(dataset)` written into the ledger", "test_closed_lists.py::test_files_of_a_trainer"),
-    Unseen("one seed for two runs of a budget", "test_one_seed.py::TestRefused.test_a_second_run_with_the_seed"),
+    Unseen(
+        "a person's records drawn by their place in the lot",
+        "test_people.py::test_what_is_drawn_for_a_person_does_not_depend_on_the_others",
+        records_drawn_by_their_place_in_the_lot,
+        dict(gone="person 3"),
+    ),
+    Unseen(
+        "a person's records clipped one by one and then summed",
+        "test_people.py::test_a_person_moves_the_sum_by_at_most_c",
+        records_clipped_before_they_are_summed,
+        dict(gone="person 3", person_gradient="sum", options={}),
+    ),
+    Unseen(
+        "all of a person's records used, however many",
+        "test_people.py::test_a_lot_has_at_most_so_many_records_of_each_of_its_people",
+        all_records_used,
+        dict(most=3),
+    ),
+    Unseen("`len(dataset)` written into the ledger", "training/test_closed_lists.py::test_files_of_a_trainer"),
+    Unseen("one seed for two runs of a budget", "ledger/test_one_seed.py::TestRefused.test_a_second_run_with_the_seed"),
     Unseen(
         "a normaliser summed in float32",
-        "test_large_sums.py::TestSumsOverMillions.test_one_record_moves_the_normaliser_by_its_own_norm",
+        "noise/test_large_sums.py::TestSumsOverMillions.test_one_record_moves_the_normaliser_by_its_own_norm",
     ),
     Unseen(
         "norms without the rounding of long products",
-        "test_fuzz.py::test_positions_that_lose_their_difference_in_products",
+        "clipping/test_fuzz.py::test_positions_that_lose_their_difference_in_products",
     ),
     Unseen(
         "ε of the steps taken after a stop that was not planned",
-        "test_optional_stopping.py::TestResult.test_a_stopped_run_has_the_plans_epsilon",
+        "training/test_optional_stopping.py::TestResult.test_a_stopped_run_has_the_plans_epsilon",
     ),
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
-from fodp.exponentials import fitted
+from fodp.memory.exponentials import fitted
 from methods_for_tests import data, flat, losses, network, public_loss
 
 
@@ -155,6 +155,7 @@ DIRECTIONS = {
     "doppler": plain,
     "disk": kalman,
     "block-dp-sgd": by_blocks,
+    "fo-noise": plain,
 }
 
 

@@ -1,5 +1,6 @@
 """What the README and the guides tell people to type really works."""
 
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -29,7 +30,10 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/methods.md"])
+OWN = ("own-method", "layers", "errors", "people", "own-loop", "trainer")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(f"docs/{name}.md" for name in OWN)])
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks(page, "python")
@@ -37,6 +41,20 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     names = {}
     for block in found:
         exec(compile(block, page, "exec"), names)
+
+
+def test_the_page_about_hugging_face_runs(tmp_path, monkeypatch):
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason="fodp[hf]")
+    test_python_blocks_run("docs/hugging-face.md", tmp_path, monkeypatch)
+    assert "ε = " in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("page", "package"), [("scikit-learn", "sklearn"), ("lightning",) * 2, ("opacus",) * 2])
+@pytest.mark.filterwarnings("ignore")  # of those packages
+def test_the_pages_of_other_doors_run(page, package, tmp_path, monkeypatch):
+    pytest.importorskip(package, reason=f"fodp[{package}]")
+    test_python_blocks_run(f"docs/{page}.md", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -48,6 +66,22 @@ def test_shell_blocks_run(page, tmp_path, monkeypatch):
         words = shlex.split(line)
         assert words[0] == "fodp"
         assert main(words[1:]) == 0, line
+
+
+def test_the_page_about_your_own_data_works_from_top_to_bottom(tmp_path, monkeypatch):
+    """Its commands use files that its Python has written, and the other way round."""
+    monkeypatch.chdir(tmp_path)
+    page, names = "docs/your-data.md", {}
+    found = re.findall(r"^```(python|sh)\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert {language for language, _ in found} == {"python", "sh"}
+    for language, block in found:
+        if language == "python":
+            exec(compile(block, page, "exec"), names)
+        else:
+            for line in block.splitlines():
+                assert main([*shlex.split(line)[1:], *(["--quiet"] if "train" in line else [])]) == 0, line
+    predicted = names["exported"].predict({"age": [30, 80], "town": ["Ulm", "Rome"]})
+    assert set(predicted) <= {"no", "yes"}
 
 
 def test_every_public_name_exists_and_is_documented():
@@ -116,3 +150,14 @@ def test_the_version_stands_in_one_place():
 def test_the_methods_page_is_generated_from_the_table(monkeypatch):
     monkeypatch.delitem(METHODS, "fo-twin", raising=False)  # the experiments' own, if their tests ran before
     assert (ROOT / "docs/methods.md").read_text() == markdown(method_rows())
+
+
+def test_the_ways_through_the_house_lead_past_names_that_exist():
+    section = (ROOT / "docs/architecture.md").read_text().split("## Four ways")[1].split("\n## ")[0]
+    ways = re.findall(r"^\*\*One .*?(?=^\*\*One |\Z)", section, re.MULTILINE | re.DOTALL)
+    assert len(ways) == 4
+    for way in ways:
+        assert 5 <= len(re.findall(r"^\d+\. ", way, re.MULTILINE)) <= 10
+    for name in re.findall(r"`([a-z_.]+\.[A-Za-z_.]+)`", section):
+        if name != "fodp":
+            assert pkgutil.resolve_name(f"fodp.{name}") is not None

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fodp
-from fodp import _checks, accounting, statement
+from fodp import _checks, accounting
+from fodp import plan as plan_module
 from fodp.accounting import Event, Phase
 from fodp.clipping.norms import limits
 from fodp.methods import METHODS
@@ -65,8 +66,22 @@ def test_bad_numbers_are_refused_by_name(changes, message):
 def test_a_missing_sigma_or_unknown_field_is_refused():
     with pytest.raises(TypeError, match="noise_multiplier"):
         fodp.Plan(**{k: v for k, v in PAPER.items() if k != "noise_multiplier"})
-    with pytest.raises(TypeError, match="sigma"):
+    with pytest.raises(fodp.ConfigurationError, match="a plan has no field 'sigma'; it knows"):
         plan(sigma=1.0)
+
+
+@pytest.mark.rule(14)
+@pytest.mark.parametrize("make", [fodp.Plan, lambda **public: fodp.Plan.calibrated(target_epsilon=1.0, **public)])
+def test_a_parameter_of_the_method_beside_the_plans_own_is_sent_to_params(make):
+    public = {name: value for name, value in PAPER.items() if name != "noise_multiplier"}
+    with pytest.raises(fodp.ConfigurationError, match=r"put it into params, params=dict\(lr=1\)"):
+        make(lr=1, **public)
+
+
+def test_a_plan_shows_what_was_chosen():
+    chosen = plan(params=dict(beta=0.8), seed=3)
+    assert eval(repr(chosen), {"Plan": fodp.Plan}) == chosen
+    assert "alpha" not in repr(chosen)
 
 
 @pytest.mark.rule(1)
@@ -224,7 +239,7 @@ class TestStatement:
 
     def test_sums_many_rates_up(self):
         phases = [Phase((Event(rate / 100, 1.0),), 2) for rate in range(1, 8)]
-        assert statement._rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
+        assert plan_module._rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
 
     @pytest.mark.rule(13)
     def test_names_a_seeded_run_as_research(self):

@@ -1,6 +1,7 @@
 """A run on real data: what release emits is what the plan promised, and nothing else gets out."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import fodp
 from fodp import sampling
 from fodp.accounting import Event, Phase
-from fodp.flat import GradientBuffer
+from fodp.clipping.layout import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
 from fodp.noise import Streams
+from fodp.queries import Query
 from fodp.sampling import Fetcher
 
 
@@ -198,6 +200,10 @@ class Careless(Method):
             return run.release(run.draw(name="other"), query, std)
         if mistake == "too much noise":
             return run.release(lot, query, 2 * std)
+        if mistake == "nothing of the lot":
+            return run.release(lot, 0 * query, std)
+        if mistake == "a query of bound zero beside it":  # no mistake: nobody can change what it tells
+            run.release(lot, 0 * query, std)
         return run.release(lot, query, std)
 
 
@@ -218,6 +224,7 @@ def careless():
         "too little noise",
         "too much noise",
         "no release",
+        "nothing of the lot",
         "released twice",
         "a second lot",
         "another lot's query",
@@ -227,6 +234,15 @@ def test_a_step_that_breaks_its_promise_is_refused(mistake):
     run = fodp.Run(*_model_loss_data(), plan(method="careless", params=dict(mistake=mistake)))
     with pytest.raises(fodp.PrivacyError):
         run.take_step()
+
+
+@pytest.mark.rule(7)
+@pytest.mark.usefixtures("careless")
+def test_a_query_of_bound_zero_costs_nothing():
+    query = 0 * Query(torch.ones(3), 1.0)
+    assert query.noise_multiplier(2.0) == math.inf
+    run = fodp.Run(*_model_loss_data(), plan(method="careless", params=dict(mistake="a query of bound zero beside it")))
+    run.take_step()  # emits what it promised, no more
 
 
 @pytest.mark.usefixtures("careless")
@@ -281,3 +297,17 @@ def test_an_iterable_data_set_is_refused():
     model, _ = problem()
     with pytest.raises(fodp.PrivacyError, match=r"[Ii]terable"):
         fodp.Run(model, losses, Stream(), plan())
+
+
+def test_a_model_that_was_moved_gets_the_next_release():
+    """`to` copies gradients as well: the tensors stay, and no longer lie where releases are written."""
+    model, data = problem()
+    run = fodp.Run(model, losses, data, plan())
+    buffer = GradientBuffer(run.engine.layout)
+    for divisor in (1.0, 2.0):
+        release = torch.arange(run.engine.layout.size, dtype=next(model.parameters()).dtype)
+        buffer.set(release, divisor)
+        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert torch.equal(found, release / divisor)
+        for parameter in model.parameters():  # what model.to(another device) does to it
+            parameter.grad.data = parameter.grad.data.clone()

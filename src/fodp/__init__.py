@@ -1,66 +1,36 @@
 """fodp: train PyTorch models with differential privacy.
 
-Names load when first used, so that `import fodp` and the command line answer at once.
+Names load when first used, so that `import fodp` and the command line answer at once. They are listed once, in the type
+stub `__init__.pyi` beside this file, which type checkers read too.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Plan": "fodp.plan",
-    "Run": "fodp.run",
-    "Trainer": "fodp.training.trainer",
-    "Ledger": "fodp.ledger",
-    "make_private": "fodp.training.drop_in",
-    "clipped_sum": "fodp.clipping",
-    "Clipper": "fodp.clipping",
-    "check": "fodp.clipping",
-    "FractionalMemory": "fodp.memory",
-    "UniformMemory": "fodp.memory",
-    "ExponentialMemory": "fodp.memory",
-    "ExponentialSumMemory": "fodp.exponentials",
-    "GaussianMechanism": "fodp.mechanism",
-    "Query": "fodp.mechanism",
-    "epsilon": "fodp.accounting",
-    "calibrate": "fodp.accounting",
-    "PrivacyError": "fodp._checks",
-}
 
-__all__ = [*_HOME, "__version__", "losses"]
-
-if TYPE_CHECKING:
-    from fodp import losses as losses
-    from fodp._checks import PrivacyError as PrivacyError
-    from fodp.accounting import calibrate as calibrate
-    from fodp.accounting import epsilon as epsilon
-    from fodp.clipping import Clipper as Clipper
-    from fodp.clipping import check as check
-    from fodp.clipping import clipped_sum as clipped_sum
-    from fodp.exponentials import ExponentialSumMemory as ExponentialSumMemory
-    from fodp.ledger import Ledger as Ledger
-    from fodp.mechanism import GaussianMechanism as GaussianMechanism
-    from fodp.mechanism import Query as Query
-    from fodp.memory import ExponentialMemory as ExponentialMemory
-    from fodp.memory import FractionalMemory as FractionalMemory
-    from fodp.memory import UniformMemory as UniformMemory
-    from fodp.plan import Plan as Plan
-    from fodp.run import Run as Run
-    from fodp.training.drop_in import make_private as make_private
-    from fodp.training.trainer import Trainer as Trainer
+def _listed() -> tuple[dict[str, str], set[str]]:
+    """From the stub: the module of every name, and the modules that are names themselves."""
+    stub = __spec__.loader.get_data(f"{__path__[0]}/__init__.pyi")  # also from a zip archive
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: f"fodp.{node.module}" for node in imports if node.module for alias in node.names}
+    return homes, {alias.name for node in imports if not node.module for alias in node.names}
 
 
-_ROOMS = ("losses",)
+_HOMES, _MODULES = _listed()
+
+__all__ = sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _MODULES:
         return import_module(f"fodp.{name}")
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'fodp' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -2,10 +2,31 @@
 
 import math
 from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
 
 
 class PrivacyError(ValueError):
-    """Something that would make the stated guarantee false, or that cannot be run as asked."""
+    """Something that would make the stated guarantee false, or that cannot be run as asked.
+
+    Most are of one of four kinds, which tell who can mend them; docs/errors.md has examples.
+    """
+
+
+class ConfigurationError(PrivacyError):
+    """An argument, option, model, loss or optimizer that does not fit: change the code or the command."""
+
+
+class DataError(PrivacyError):
+    """Data that cannot be read or trained on as it is: look at the files or the records."""
+
+
+class LedgerError(PrivacyError):
+    """A ledger or checkpoint that is missing, damaged, foreign or in use: restore it, or take the right one."""
+
+
+class BudgetError(PrivacyError):
+    """The budget or target ε does not allow this: wait, ask for less, or raise the limit if you may."""
 
 
 def shown(value: object) -> str:
@@ -18,9 +39,9 @@ def shown(value: object) -> str:
 
 
 def number(name: str, value: object) -> float:
-    """A finite real number; booleans, strings, NaN and infinities are refused."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise PrivacyError(f"{name} must be a finite number, got {shown(value)}")
+    """A finite real number, NumPy's too; booleans, strings, NaN and infinities are refused."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
+        raise ConfigurationError(f"{name} must be a finite number, got {shown(value)}")
     return float(value)
 
 
@@ -28,7 +49,7 @@ def positive(name: str, value: object) -> float:
     """A number above zero."""
     checked = number(name, value)
     if checked <= 0:
-        raise PrivacyError(f"{name} must be above 0, got {shown(value)}")
+        raise ConfigurationError(f"{name} must be above 0, got {shown(value)}")
     return checked
 
 
@@ -41,7 +62,7 @@ def clip_norm(name: str, value: object) -> float:
     """A bound on gradients' norms that float32 can keep: its weights have all their digits, its sums are finite."""
     checked = positive(name, value)
     if not LEAST_CLIP_NORM <= checked <= MOST_CLIP_NORM:
-        raise PrivacyError(
+        raise ConfigurationError(
             f"{name} must lie between {LEAST_CLIP_NORM:g} and {MOST_CLIP_NORM:g}, where float32 keeps it; got "
             f"{shown(value)}: scale the loss, and the learning rate against it"
         )
@@ -52,7 +73,7 @@ def at_least_zero(name: str, value: object) -> float:
     """A number of zero or more."""
     checked = number(name, value)
     if checked < 0:
-        raise PrivacyError(f"{name} must be at least 0, got {shown(value)}")
+        raise ConfigurationError(f"{name} must be at least 0, got {shown(value)}")
     return checked
 
 
@@ -60,7 +81,7 @@ def fraction(name: str, value: object) -> float:
     """A number in (0, 1]."""
     checked = number(name, value)
     if not 0 < checked <= 1:
-        raise PrivacyError(f"{name} must lie in (0, 1], got {shown(value)}")
+        raise ConfigurationError(f"{name} must lie in (0, 1], got {shown(value)}")
     return checked
 
 
@@ -68,28 +89,38 @@ def open_fraction(name: str, value: object) -> float:
     """A number in (0, 1)."""
     checked = number(name, value)
     if not 0 < checked < 1:
-        raise PrivacyError(f"{name} must lie strictly between 0 and 1, got {shown(value)}")
+        raise ConfigurationError(f"{name} must lie strictly between 0 and 1, got {shown(value)}")
     return checked
 
 
 def whole(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> int:
-    """A whole number of at least `minimum` and at most `maximum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise PrivacyError(f"{name} must be a whole number of at least {minimum}, got {shown(value)}")
-    if maximum is not None and value > maximum:
-        raise PrivacyError(f"{name} must be at most {maximum}, got {shown(value)}")
-    return value
+    """A whole number, NumPy's too, of at least `minimum` and at most `maximum`."""
+    checked = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if checked is None or checked < minimum:
+        raise ConfigurationError(f"{name} must be a whole number of at least {minimum}, got {shown(value)}")
+    if maximum is not None and checked > maximum:
+        raise ConfigurationError(f"{name} must be at most {maximum}, got {shown(value)}")
+    return checked
+
+
+def builtin(value: Any) -> Any:
+    """Numbers of NumPy's as Python's, also within lists and tuples, so that they can be stored; others as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(map(builtin, value))
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def one_of(name: str, value: object, choices: Iterable[str]) -> str:
     """One of the listed words."""
     allowed = list(choices)
     if not isinstance(value, str) or value not in allowed:
-        raise PrivacyError(f"{name} must be one of {', '.join(allowed)}; got {shown(value)}")
+        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}; got {shown(value)}")
     return value
 
 
-def _is_finite(value: float) -> bool:
+def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond the largest float

@@ -1,13 +1,15 @@
 """Packages that only some things take: looked for where they are first used, named with the extra that brings them."""
 
+import logging
 from importlib.util import find_spec
+from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError
 
-_PACKAGES = {"sklearn": "scikit-learn"}  # where pip knows a module by another name
+_PACKAGES = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}  # where pip knows a module by another name
 
 
-class MissingExtra(PrivacyError):
+class MissingExtra(ConfigurationError):
     """What was asked for takes a package that is not installed."""
 
 
@@ -20,3 +22,17 @@ def need(module: str, what: str, *, extra: str) -> None:
     if find_spec(module) is None:
         package = _PACKAGES.get(module, module)
         raise MissingExtra(f'{what} takes {package}, which is not installed: pip install "fodp[{extra}]"')
+
+
+def pyplot() -> Any:
+    """Matplotlib's `pyplot`, for files alone, without a word about its font cache or folders; refused if missing."""
+    need("matplotlib", "a picture", extra="plots")
+    logger = logging.getLogger("matplotlib")
+    if logger.level == logging.NOTSET:  # whoever has set it wants to hear
+        logger.setLevel(logging.ERROR)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

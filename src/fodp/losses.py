@@ -10,7 +10,7 @@ have, and a long example weighs more than the clip norm allows. Here a record's 
 from torch import Tensor
 from torch.nn import functional as F
 
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError
 
 IGNORED = -100  # the label of positions that do not count, as Hugging Face's models have it
 
@@ -34,7 +34,7 @@ def tokens(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
     has the loss zero.
     """
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:
-        raise PrivacyError(
+        raise ConfigurationError(
             f"expected logits [examples, positions, classes] and labels [examples, positions], got {logits.dim()} and "
             f"{labels.dim()} dimensions that do not fit together: give the model's logits and its own labels"
         )

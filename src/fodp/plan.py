@@ -1,15 +1,31 @@
 """A plan: all public numbers of a run, and the one place that claims differential privacy."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cached_property, wraps
+from typing import Any, NamedTuple
 
 from fodp import _checks, accounting
-from fodp._checks import PrivacyError
-from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase
-from fodp.methods import Method, find
-from fodp.statement import statement
+from fodp._checks import ConfigurationError
+from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase, rounded_up
+from fodp.methods import METHODS, Method, find
+from fodp.methods.parts.schedule import Numbers, Schedule, pieces
+from fodp.noise.banded import accumulated_noise
+
+_ACCOUNTANT_NAMES = {
+    "pld": "privacy loss distributions (tight)",
+    "rdp": "Rényi DP with the tight conversion",
+    "rdp-classic": "Rényi DP with the classic conversion (the paper's formula)",
+}
+
+
+UNITS = ("record", "person")
+_COMBINED = ("mean", "sum")
+
+
+def _required(plan_field: Field[Any]) -> bool:
+    return plan_field.default is MISSING and plan_field.default_factory is MISSING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +33,9 @@ class Plan:
     """What will be done to the data, declared before it is touched; it implies (ε, δ).
 
     Guarantee: a run of this plan on any data set is (ε, δ)-differentially private under adding or
-    removing one example, with ε = `epsilon()`, for whoever sees all releases (so also for whoever
-    sees the model at any step). Every number here is public and must not be computed from the data:
-    not the sampling rate, not the lot size (rule 1).
+    removing one example (with unit="person", one person with all of their records), with ε = `epsilon()`, for whoever
+    sees all releases (so also for whoever sees the model at any step). Every number here is public and must not be
+    computed from the data: not the sampling rate, not the lot size (rule 1).
 
     sampling_rate: probability q that an example takes part in a step.
     steps: number T of steps.
@@ -30,7 +46,12 @@ class Plan:
     method, params: the private optimizer and its public parameters.
     accountant: "pld" (tight, default), "rdp" or "rdp-classic" (the paper's formula).
     seed: None for a real run; a number for repeatable research, which is not private against readers of it.
-    exact_noise: release on a grid with exactly rounded noise, against attacks on the low bits of floats (`fodp.exact`).
+    exact_noise: release on a grid with exactly rounded noise, against attacks on low bits (`fodp.noise.exact`).
+    unit: "record", or "person" for the promise to people with all of their records: one person is added or removed.
+        Then sampling_rate is the probability that a person takes part in a step, lot_size is about the number of people
+        in a lot, and clip_norm bounds a person's gradient. The Trainer is told whose each record is (`owners`).
+    records_per_person: with unit "person", how many of a person's records a step uses at most, drawn at random.
+    person_gradient: with unit "person", the "mean" (default) of their records' gradients, or the "sum".
 
     Example:
         >>> import fodp
@@ -51,8 +72,13 @@ class Plan:
     accountant: str = "pld"
     seed: int | None = None
     exact_noise: bool = False
+    unit: str = "record"
+    records_per_person: int | None = None
+    person_gradient: str = "mean"
 
     def __post_init__(self) -> None:
+        for name in ("sampling_rate", "steps", "lot_size", "clip_norm", "noise_multiplier", "delta", "seed"):
+            object.__setattr__(self, name, _checks.builtin(getattr(self, name)))
         _checks.fraction("sampling_rate", self.sampling_rate)
         _checks.whole("steps", self.steps, maximum=MOST_STEPS)
         for name in ("lot_size", "noise_multiplier"):
@@ -64,21 +90,67 @@ class Plan:
         if self.seed is not None:
             _checks.whole("seed", self.seed, minimum=0)
         if not isinstance(self.exact_noise, bool):
-            raise PrivacyError(f"exact_noise must be True or False, got {_checks.shown(self.exact_noise)}")
+            raise ConfigurationError(f"exact_noise must be True or False, got {_checks.shown(self.exact_noise)}")
+        self._check_unit()
         if not isinstance(self.params, Mapping):
-            raise PrivacyError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
+            raise ConfigurationError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
+        for numbers in self._numbers().values():
+            _checks.clip_norm("clip_norm times its schedule", numbers.clip_norm)
+            self._check_scale(
+                "a scheduled noise_multiplier times clip_norm", numbers.noise_multiplier * numbers.clip_norm
+            )
         # Fill in the defaults, so that the plan records every number that the run will use.
         object.__setattr__(self, "params", self.algorithm.describe())
+        if self.algorithm.turns > 1:
+            self._check_turns(self.algorithm.turns)
+
+    def __repr__(self) -> str:
+        """What was chosen: of the method's parameters those that differ from their defaults."""
+        defaults = {f.name: f.default for f in fields(self.algorithm.Params)}
+        chosen = {name: value for name, value in self.params.items() if value != defaults[name]}
+        given = {**self.to_dict(), "params": chosen}
+        asked = [f for f in fields(self) if f.name in given]
+        shown = {f.name: given[f.name] for f in asked if _required(f) or given[f.name] not in (f.default, {})}
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def _check_unit(self) -> None:
+        _checks.one_of("unit", self.unit, UNITS)
+        _checks.one_of("person_gradient", self.person_gradient, _COMBINED)
+        if self.unit == "person":
+            if self.records_per_person is None:
+                raise ConfigurationError(
+                    "unit='person' needs records_per_person, a public number: how many of a person's records a step "
+                    "uses at most"
+                )
+            object.__setattr__(self, "records_per_person", _checks.whole("records_per_person", self.records_per_person))
+        elif self.records_per_person is not None or self.person_gradient != "mean":
+            raise ConfigurationError(
+                "records_per_person and person_gradient are about people: add unit='person', or leave them out"
+            )
+
+    def _check_turns(self, turns: int) -> None:
+        """Records take turns, and the noise is correlated."""
+        if turns * self.sampling_rate > 1 + 1e-9:
+            raise ConfigurationError(
+                f"with {turns} groups of records that take turns, a record whose turn it is would be drawn with "
+                f"probability {turns}·{self.sampling_rate:g} = {turns * self.sampling_rate:g}: take at most "
+                f"{int(1 / self.sampling_rate + 1e-9)} bands, or a lower sampling_rate"
+            )
+        if self.exact_noise and len(self.algorithm.strategy()) > 1:
+            raise ConfigurationError(
+                f"exact_noise lies on a grid, and {self.method} with {turns} bands adds up multiples of earlier noise, "
+                "which do not: leave out exact_noise, or use bands=1"
+            )
 
     @staticmethod
     def _check_scale(name: str, value: float) -> None:
         if not 1e-30 <= value <= 1e30:
-            raise PrivacyError(f"{name} must lie between 1e-30 and 1e30, where float32 holds it; got {value:g}")
+            raise ConfigurationError(f"{name} must lie between 1e-30 and 1e30, where float32 holds it; got {value:g}")
 
     @cached_property
     def algorithm(self) -> Method:
         """The method with its parameters."""
-        return find(self.method).from_dict(dict(self.params))
+        return find(self.method).from_dict({name: _checks.builtin(value) for name, value in self.params.items()})
 
     def events(self) -> tuple[Phase, ...]:
         """Every step's privacy events, promised before any data is touched."""
@@ -86,11 +158,30 @@ class Plan:
 
     @cached_property
     def _events(self) -> tuple[Phase, ...]:
-        phases = tuple(self.algorithm.events(self))
+        numbers = self._numbers()
+        phases = tuple(self.algorithm.events(self)) if not numbers else self._scheduled_events(numbers)
         promised = sum(phase.steps for phase in phases)
         if promised != self.steps:
-            raise PrivacyError(f"{self.method} promises events for {promised} steps of a plan of {self.steps}")
+            raise ConfigurationError(f"{self.method} promises events for {promised} steps of a plan of {self.steps}")
+        if any(phase.turns != self.algorithm.turns for phase in phases):
+            raise ConfigurationError(
+                f"{self.method} lets records take turns among {self.algorithm.turns} groups and promises something else"
+            )
         return phases
+
+    def _numbers(self) -> dict[int, Numbers]:
+        """The public numbers from each step on at which a schedule changes one of them; empty without a schedule."""
+        schedules = self.algorithm.parts.schedules
+        return {} if schedules is None else {at: schedules.at(self, at) for at in schedules.starts(self.steps)}
+
+    def _scheduled_events(self, numbers: Mapping[int, Numbers]) -> tuple[Phase, ...]:
+        """Of every piece of the schedule, what the method promises there under the piece's own numbers."""
+        ends = [*list(numbers)[1:], self.steps]
+        return tuple(
+            phase
+            for (start, mine), end in zip(numbers.items(), ends, strict=True)
+            for phase in accounting.truncate(accounting.after(self.algorithm.events(mine), start), end - start)
+        )
 
     def events_at(self, step: int) -> tuple[Event, ...]:
         """The events of one step."""
@@ -98,7 +189,7 @@ class Plan:
             if step < phase.steps:
                 return phase.events
             step -= phase.steps
-        raise PrivacyError(f"the plan has {self.steps} steps only")
+        raise ConfigurationError(f"the plan has {self.steps} steps only")
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None) -> float:
         """ε at δ, of the whole plan or of its first steps. Never negative; reading changes nothing.
@@ -113,16 +204,25 @@ class Plan:
     def calibrated(cls, *, target_epsilon: float, **public: Any) -> "Plan":
         """The plan whose noise multiplier is the smallest that keeps ε at or below the target.
 
-        Takes every other field of a plan. Moves the method's one noise number and nothing else.
+        Takes every other field of a plan. Moves the method's one noise number and nothing else, but for parameters
+        that were left to the plan (`bands` of fo-noise): these are chosen for the least noise at the target, and of
+        choices within 1% of each other the first, which takes the least memory.
         """
         _checks.positive("target_epsilon", target_epsilon)
         if "noise_multiplier" in public:
-            raise PrivacyError("calibration finds the noise_multiplier: give target_epsilon or it, not both")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(public) - known)
-        if unknown:
-            raise PrivacyError(f"a plan has no field {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+            raise ConfigurationError("calibration finds the noise_multiplier: give target_epsilon or it, not both")
         template = cls(noise_multiplier=1.0, **public)
+        plans: list[tuple[float, Plan]] = []
+        for choice in template.algorithm.candidates(template) or ({},):
+            plan = replace(template, params={**template.params, **choice})._calibrated(target_epsilon)
+            plans.append((plan.noise_multiplier * accumulated_noise(plan.algorithm.strategy(), plan.steps), plan))
+            if plans[-1][0] > 1.1 * min(noise for noise, _ in plans):
+                break  # it falls and then rises
+        least = min(noise for noise, _ in plans)
+        return next(plan for noise, plan in plans if noise <= 1.01 * least)
+
+    def _calibrated(self, target_epsilon: float) -> "Plan":
+        template = self
         found = accounting.calibrate_scale(
             lambda noise: replace(template, noise_multiplier=noise).events(),
             target_epsilon,
@@ -132,12 +232,175 @@ class Plan:
         return replace(template, noise_multiplier=found)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values: `Plan(**d)` makes the same plan."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """The fields as plain values: `Plan(**d)` makes the same plan. Without people, nothing about them is listed."""
+        left_out = () if self.unit == "person" else ("unit", "records_per_person", "person_gradient")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+
+    def unit_in_words(self) -> str:
+        """Who is protected, for a card."""
+        if self.unit == "record":
+            return "one training example, added or removed"
+        return "one person with all of their records, added or removed"
 
     def statement(self, *, steps: int | None = None, epsilon: float | None = None) -> str:
         """The guarantee in plain English: what it covers, and what it does not.
 
         `steps` is where the run was fixed beforehand to end, `epsilon` a smaller ε that a budget guarantees.
         """
-        return statement(self, steps=steps, epsilon=epsilon)
+        return _statement(self, steps=steps, epsilon=epsilon)
+
+
+def _in_words(init: Callable[..., None]) -> Callable[..., None]:
+    """Refuse an unknown field of a plan by name, where Python would speak of an unexpected keyword argument."""
+
+    @wraps(init)
+    def checked(self: Plan, **public: Any) -> None:
+        known = {f.name for f in fields(Plan)}
+        for name in sorted(public.keys() - known):
+            if any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
+                raise ConfigurationError(
+                    f"{name} is a parameter of the method: put it into params, "
+                    f"params=dict({name}={_checks.shown(public[name])})"
+                )
+            raise ConfigurationError(f"a plan has no field {name!r}; it knows {', '.join(sorted(known))}")
+        init(self, **public)
+
+    return checked
+
+
+Plan.__init__ = _in_words(Plan.__init__)  # type: ignore[method-assign]
+
+
+def _statement(plan: Plan, *, steps: int | None, epsilon: float | None) -> str:
+    """What the plan promises, to whom, under which assumptions, and what it leaves out.
+
+    `steps` is where the run was fixed beforehand to end, the plan's own end unless given; `epsilon` a smaller ε that
+    a budget guarantees.
+    """
+    steps = plan.steps if steps is None else steps
+    phases = accounting.truncate(plan.events(), steps)
+    epsilon = plan.epsilon(steps=steps) if epsilon is None else epsilon
+    pair = accounting.epsilon_for_group(phases, plan.delta, 2)
+    exchanged = accounting.epsilon_replace_one(phases, plan.delta)
+    randomness = (
+        "Randomness: secure. Masks and noise come from operating-system entropy; no key is recorded."
+        if plan.seed is None
+        else "Randomness: SEEDED, a research mode. Whoever knows the seed can subtract the noise "
+        "and learn who took part: against them there is no guarantee at all. The seed must not be used for a second "
+        "run, on this or other data: whoever sees both subtracts the noise without knowing the seed."
+    )
+    words = _WORDS[plan.unit](plan)
+    unprotected = (
+        "timing attacks; rounding inside the model's passes (the noise itself is exact, on a grid)"
+        if plan.exact_noise
+        else "floating-point and timing attacks"
+    )
+    lines = [
+        f"This run is ({rounded_up(epsilon)}, {rounded_up(plan.delta, 6)})-differentially private.",
+        words.unit,
+        f"Mechanism: {plan.method}, {steps} steps; each {words.each} joins a lot independently (Poisson sampling) "
+        f"with {_rates(phases)}{_turns(plan)}, {words.clipped}{_clipping(plan, steps)}, "
+        f"noise multiplier {plan.noise_multiplier:.6g}{_factors(plan.algorithm.params.noise_schedule, steps)}.",
+        f"Accountant: {_ACCOUNTANT_NAMES[plan.accountant]}.",
+        randomness,
+        "It holds against someone who sees every private release, and so the model after every step.",
+        f"{words.two}: epsilon {rounded_up(pair)} at the same delta; {words.more}, more.",
+        f"{words.replaced}: epsilon {rounded_up(exchanged)} at the same delta.",
+        f"Not covered: {words.beyond}the choice of hyper-parameters if it was made by looking at this data; scores on "
+        "data that is itself private; other runs on the same data (their budgets add up); "
+        "random numbers that the model, loss, data set or augmentation takes from generators of their own; "
+        f"{unprotected}; the public numbers of the plan (sampling rate, lot size, steps, classes{words.public}), which "
+        "must not come from the data.",
+    ]
+    return "\n".join(lines)
+
+
+class _Words(NamedTuple):
+    """What a statement calls the unit."""
+
+    unit: str
+    each: str
+    clipped: str
+    two: str
+    more: str
+    replaced: str
+    beyond: str
+    public: str
+
+
+def _of_records(plan: Plan) -> _Words:
+    return _Words(
+        unit="Unit: one training example. Adjacency: add or remove one example.",
+        each="example",
+        clipped="its gradient",
+        two="A person with 2 examples in the data",
+        more="with k examples",
+        replaced="Replacing one example instead of adding or removing it",
+        beyond="",
+        public="",
+    )
+
+
+def _of_people(plan: Plan) -> _Words:
+    most = plan.records_per_person
+    used = (
+        "one of their records, drawn at random, is used"
+        if most == 1
+        else (f"at most {most} of their records, drawn at random, are used")
+    )
+    return _Words(
+        unit="Unit: one person. Adjacency: one person with all of their records is added or removed.",
+        each="person",
+        clipped=f"{used} in a step, and the {plan.person_gradient} of these records' gradients",
+        two="Two people together, or one person whose records have 2 owners' names",
+        more="with k people or names",
+        replaced="Replacing one person, or changing their records, instead of adding or removing them",
+        beyond="what other people's records tell about a person; ",
+        public=", records per person",
+    )
+
+
+_WORDS: dict[str, Callable[[Plan], _Words]] = {"record": _of_records, "person": _of_people}
+
+
+def _clipping(plan: Plan, steps: int) -> str:
+    factors = _factors(plan.algorithm.params.clip_schedule, steps)
+    parts = plan.algorithm.parts
+    shaped = "" if parts.shape is None else ", each parameter's part times a public factor,"
+    if parts.layers is None:
+        done = "clipped" if parts.stability is None else "scaled"
+        return f"{shaped} is {done} to norm {plan.clip_norm:g}{factors}"
+    return (
+        f"{shaped} is clipped layer by layer, each to a public share of norm {plan.clip_norm:g}{factors} "
+        "and all together to that norm"
+    )
+
+
+def _factors(schedule: Schedule | None, steps: int) -> str:
+    """A public schedule of factors in words; nothing where there is none."""
+    if schedule is None:
+        return ""
+    held = pieces(schedule, steps)
+    shown = [f"{value:g} for {count} steps" for value, count in held[:6]]
+    more = f" and {len(held) - 6} more values" if len(held) > 6 else ""
+    return f" (times a public schedule: {', '.join(shown)}{more})"
+
+
+def _rates(phases: Sequence[Phase]) -> str:
+    """The chances that the events are accounted with: they, and not the plan's rate, are what is claimed."""
+    lots: Counter[float] = Counter()
+    for phase in phases:
+        for event in phase.events:
+            lots[event.sampling_rate] += phase.times
+    shown = [f"at most {rounded_up(rate, 6)} ({count} lots)" for rate, count in sorted(lots.items()) if count]
+    if len(shown) == 1:
+        return "probability " + shown[0].removeprefix("at most ")
+    if len(shown) > 4:
+        return f"probabilities from {rounded_up(min(lots), 6)} to {rounded_up(max(lots), 6)} ({lots.total()} lots)"
+    return "probability " + ", ".join(shown[:-1]) + " and " + shown[-1]
+
+
+def _turns(plan: Plan) -> str:
+    """What a lot is where records take turns: in a round of steps each may be drawn at one of them."""
+    turns = plan.algorithm.turns
+    return f", at one step of each {turns}, that of its group, and noise is correlated over steps" if turns > 1 else ""

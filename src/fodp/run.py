@@ -11,21 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, exact, kernels, mechanism
-from fodp._checks import PrivacyError
+from fodp import _checks, kernels
+from fodp._checks import ConfigurationError, PrivacyError
 from fodp.accounting import Event, joint
-from fodp.adaptive_clip import AdaptiveClip
-from fodp.augmentation import Augment, Augmentation
-from fodp.buffers import KeptState, modules_of
-from fodp.clipping.batches import Keyed, Parts, repeat
+from fodp.clipping import self_check
+from fodp.clipping.augmentation import Augment, Augmentation
+from fodp.clipping.batches import Keyed, Parts, repeat, take
+from fodp.clipping.buffers import KeptState, modules_of
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
+from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
-from fodp.filters import RESPONSE_LENGTH, Filter
-from fodp.mechanism import Query
-from fodp.noise import Streams
+from fodp.methods.parts.adaptive_clip import AdaptiveClip
+from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
+from fodp.methods.parts.schedule import Numbers
+from fodp.noise import Streams, exact, release
+from fodp.noise.banded import BandedNoise
+from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
-from fodp.sampling import Fetcher, Lot, PoissonSampler
+from fodp.prefetching import Ahead, workers_for
+from fodp.queries import Query
+from fodp.ranks import here
+from fodp.ranks.facts import facts, refuse_wrapped
+from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 
 _LOOKS_IN_256 = 1
 
@@ -50,7 +58,11 @@ class Run:
         microbatch: int | None = None,
         augment: Augment | None = None,
         copies: int = 1,
+        owners: Any = None,
         public_score: Callable[[], float] | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ):
         self.plan = plan
         self.step = 0
@@ -59,57 +71,133 @@ class Run:
         elif streams.seed != plan.seed:
             wanted = "secure streams (seed=None)" if plan.seed is None else f"the seed {plan.seed}"
             raise PrivacyError(f"the plan states {wanted}, these are {streams}: leave streams out, or mend the plan")
-        self.streams = streams
+        refuse_wrapped(model)
         self.engine = Engine(model, loss_fn, engine)
         self._parameters = tuple(model.parameters())
-        self._fetcher = Fetcher(dataset)
-        self._sampler = PoissonSampler(self._fetcher.size, plan.sampling_rate, streams)
+        self._fetcher, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
+        self._lots_compared = 0  # with what collate_fn makes of their records alone
+        self.ranks = here()
+        if self.ranks.count > 1 and plan.unit == "person":
+            raise ConfigurationError(
+                "several processes divide records among them, and a person's would be clipped on each: train with "
+                "unit='person' in one process"
+            )
+        options = dict(copies=copies, augment=augment is not None, engine=engine, loss=type(loss_fn).__name__)
+        self.ranks.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, self._fetcher, options))
+        self.streams = self.ranks.shared(streams)
+        self._noise_streams = None if self.streams is streams else streams  # None: as all draws
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
         self._copies = _checks.whole("copies", copies)
+        self._sampler = self._made_sampler(owners)
+        self._ahead = self._read_ahead(self._fetcher, workers_for(num_workers, pin_memory), pin_memory)
         self._augmentation = None if augment is None else Augmentation(augment, self._copies)
         self._watched = [*modules_of(loss_fn, model), *modules_of(augment, model)]
         self._public_score = public_score
-        self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else mechanism.release
+        self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else release.release
         self.method = plan.algorithm
+        self._correlated = self._correlated_noise()
         self.state = self.method.init(plan, self.engine.layout.size)
         std = plan.noise_multiplier * plan.clip_norm
-        self.filter: Filter = self.method.params.make_filter(std, self.engine.layout.size)
-        self.adaptive_clip: AdaptiveClip | None = self.method.params.make_clip(plan)
-        if self.adaptive_clip is not None:
-            for phase in plan.events():
-                self.adaptive_clip.rest(phase.events[-1].noise_multiplier)  # refuses a count that takes everything
+        parts = self.method.parts
+        self.filter: Filter = NoFilter() if parts.filter is None else parts.filter.start(std, self.engine.layout.size)
+        self.adaptive_clip: AdaptiveClip | None = None
+        if parts.clip is not None:
+            shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
+            self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
+        self._shape = None if parts.shape is None else parts.shape.weights(self.shapes)
+        self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
         self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
         self._begin()
 
+    def _made_sampler(self, owners: Any) -> PoissonSampler:
+        """Of what the plan's unit is: records, or people with the records that are theirs."""
+        plan = self.plan
+        if (plan.unit == "person") != (owners is not None):
+            raise ConfigurationError(
+                "the plan's unit is a person: give owners, a name for each record that says whose it is"
+                if owners is None
+                else "owners are given, and the plan's unit is a record: make the plan with unit='person' and "
+                "records_per_person, or leave owners out"
+            )
+        turns, size = plan.algorithm.turns, self._fetcher.size
+        rate = min(1.0, turns * plan.sampling_rate)
+        if plan.records_per_person is None:
+            return PoissonSampler(size, rate, self.streams, turns)
+        most = plan.records_per_person
+        return PeopleSampler(Owners(owners, size), rate, most, self.streams, copies=self._copies, turns=turns)
+
+    def _read_ahead(self, fetcher: Fetcher, workers: int, pin_memory: bool) -> Ahead | None:
+        """Lots read by worker processes, where each step draws one; tensors in memory are there already."""
+        if (
+            not workers
+            or fetcher.rows_at_once is not None
+            or any(len(phase.events) != 1 for phase in self.plan.events())
+        ):
+            return None
+
+        def draw(step: int) -> Lot:
+            rate = self.plan.events_at(step)[0].sampling_rate
+            return self.ranks.mine(self._sampler.draw(step, "mask", rate))
+
+        def source(lot: Lot) -> Source:
+            return Source(self.streams, lot.step, lot.name)
+
+        return Ahead(fetcher, workers, self.plan.steps, draw, source, self._microbatch, pin_memory)
+
+    def close_workers(self) -> None:
+        """End the processes that read ahead; another step starts fresh ones."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _correlated_noise(self) -> BandedNoise | None:
+        """Noise that takes back some of itself, where the method asks for it and records take turns enough."""
+        strategy, turns = tuple(self.method.strategy()), self.method.turns
+        if len(strategy) > turns:
+            raise PrivacyError(
+                f"{self.plan.method} correlates its noise over {len(strategy)} steps and lets records take turns "
+                f"among {turns} groups: a record would be in two lots whose noise is shared"
+            )
+        return BandedNoise(self._noise_streams or self.streams, strategy) if strategy != (1.0,) else None
+
     def _begin(self) -> None:
         self._lots: list[Lot] = []
-        self._asked: dict[int, Gradients] = {}  # the last gradients asked of each lot
         self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
         self._releases: dict[int, int] = {}  # how many each lot has made
         self._count: Tensor | None = None  # the released count that will move the clip norm
         self._noise_std = 0.0  # of the step's last release
 
     def take_step(self) -> Tensor:
-        """One step of the method: its private sum, filtered, to be divided by the plan's lot size."""
+        """One step of the method: its private sum, filtered, to be divided by the plan's lot size.
+
+        A step that breaks off after its lot was drawn is over: it counts, and its mask and noise are never used again.
+        """
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
         kept = KeptState(self.engine.model, self._watched, self._parameters)
         try:
-            released = self.method.step(self, self.state)
+            with self.ranks.together():
+                released = self._made_step(kept)
         except BaseException:
             kept.restore()  # un-noised statistics must not outlive a step that broke off
+            self.step += bool(self._lots)
             raise
+        if self.adaptive_clip is not None:
+            self.adaptive_clip.move(self._released_count())
+        self._noise_stds.appendleft(self._noise_std)
+        self.step += 1
+        return self.filter(released)
+
+    def _made_step(self, kept: KeptState) -> Tensor:
+        """What the method releases, if it is what the plan promised and the model has kept nothing."""
+        context = self if self.method.parts.schedules is None else _Scheduled(self)
+        released = self.method.step(context, self.state)
         kept.refuse_changes()
         emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
         if not _same(emitted, self._promised()):
             raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
-        if self.adaptive_clip is not None and self._count is not None:
-            self.adaptive_clip.move(float(self._count))
-        self._noise_stds.appendleft(self._noise_std)
-        self.step += 1
-        return self.filter(released)
+        return released
 
     def set_augmentation_aside(self) -> None:
         """From now on records are taken as they are: for audits whose records are no data that could be augmented.
@@ -120,17 +208,26 @@ class Run:
 
     @property
     def clip_norm(self) -> float:
-        """C of this step: the plan's, or the adapted one."""
+        """C of this step: the plan's, the scheduled or the adapted one."""
+        schedules = self.method.parts.schedules
+        if schedules is not None and self.adaptive_clip is None:
+            return schedules.at(self.plan, self.step).clip_norm
         return self.plan.clip_norm if self.adaptive_clip is None else self.adaptive_clip.clip_norm
 
     def draw(self, rate: float | None = None, name: str = "") -> Lot:
-        """A fresh Poisson lot of the declared rate; `name` keeps the lots of one step apart."""
+        """A fresh Poisson lot of the declared rate; `name` keeps the lots of one step apart.
+
+        Where records take turns, it is drawn from those whose turn it is, at so many times the declared rate.
+        """
         if name and not name.isalnum():
             raise PrivacyError(f"the name of a lot is letters and digits, got {name!r}")
         stream = f"mask{name}"
         if any(lot.name == stream for lot in self._lots):
             raise PrivacyError(f"this step has drawn a lot {name!r} already: give the second one another name")
-        lot = self._sampler.draw(self.step, stream, rate)
+        if self._ahead is not None and not name:
+            lot = self._ahead.lot(self.step, self._sampler.rate if rate is None else rate)
+        else:
+            lot = self.ranks.mine(self._sampler.draw(self.step, stream, rate))
         self._lots.append(lot)
         self._spent.append(None)
         return lot
@@ -148,53 +245,163 @@ class Run:
         `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖ instead. `blocks` are public
         factors, one per parameter, that scale its part of every gradient.
         """
-        place = self._place(lot)
+        self._place(lot)  # of this step
         self.engine.look_again = self._looks_again()
-        batch, exactly = self._batch(lot), self.plan.exact_noise
-        asked = Gradients(self.engine, batch, at, self._copies, self._microbatch, lot, ascent=ascent, exact=exactly)
-        if blocks is not None:
-            asked = asked.scaled(blocks)
-        self._asked[place] = asked
-        return asked
+        if self._own_collate and (self._lots_compared < LOTS_COMPARED or self._looks_again()):
+            self._refuse_mixing_collate(lot)
+        return self._asked(self._batch(lot), lot, at, ascent, blocks)
+
+    def _asked(
+        self, batch: Any, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
+    ) -> Gradients:
+        """The gradients of a lot, or of a part of one, with all that the method's parts make of them."""
+        asked = Gradients(
+            self.engine,
+            batch,
+            at,
+            self._copies,
+            self._microbatch,
+            lot,
+            ascent=ascent,
+            exact=self.plan.exact_noise,
+            layers=self.layers,
+            stability=self.method.parts.stability,
+            total=self.ranks.total,
+        )
+        asked = asked if self._shape is None else asked.shaped(self._shape)
+        return asked if blocks is None else asked.scaled(blocks)
+
+    def refuse_wrong_loss(self) -> None:
+        """Raise if the loss function plainly has another form than loss_fn(model, batch) with one loss per example.
+
+        Or if the batches cannot be taken apart, record by record.
+        """
+        self._fetcher.refuse_what_cannot_be_divided()
+        self_check.refuse_wrong_form(self.engine, self._fetcher.fetch(torch.zeros(0, dtype=torch.int64)))
 
     def _batch(self, lot: Lot) -> Keyed:
-        """The lot's records, each with draws of its own."""
-        indices, copies = lot.indices, self._copies
-        source = Source(self.streams, self.step, lot.name)
+        """The lot's records, each with draws of its own; fetched as they are worked on if they are many."""
+        copies, source = self._copies, Source(self.streams, self.step, lot.name)
         rows = lot.records if copies == 1 else (lot.records[:, None] * copies + torch.arange(copies)).flatten()
-        at_once = self._fetcher.rows_at_once
-        if self._augmentation is None and copies == 1 and at_once is not None and len(indices) > at_once:
-            return Keyed(Parts(len(indices), at_once, lambda part: self._fetcher.fetch(indices[part])), rows, source)
-        batch = Keyed(repeat(self._fetcher.fetch(indices, source, lot.records), copies), rows, source)
-        # Of the whole lot: what it returns must not depend on how the lot is split.
-        return batch if self._augmentation is None else self._augmentation(batch, self._looks_again())
+        at_once = self._microbatch
+        if self._augmentation is None and copies == 1 and (most := self._fetcher.rows_at_once) is not None:
+            at_once = most if at_once is None else min(at_once, most)
+        if at_once is None or len(lot.indices) <= at_once:
+            return self._fetched(lot, source, torch.arange(len(lot.indices)), self._looks_again())
+        looks = self._looks_again()
+        parts = Parts(len(rows), at_once * copies, lambda part: self._part(lot, source, part, looks))
+        return self._keyed(lot, torch.arange(len(lot.indices)), parts, rows, source)
+
+    def _keyed(self, lot: Lot, places: Tensor, batch: Any, rows: Tensor, source: Source) -> Keyed:
+        """The batch of some of the lot's records, with whose they are."""
+        owners = None if lot.owners is None else lot.owners[places].repeat_interleave(self._copies)
+        return Keyed(batch, rows, source, owners, self.plan.person_gradient == "sum")
+
+    def _part(self, lot: Lot, source: Source, part: slice | Tensor, looks: bool) -> Any:
+        """Some rows of a lot: their records are fetched, and augmented, without the others."""
+        copies = self._copies
+        wanted = torch.arange(len(lot.indices) * copies)[part]
+        places, row_of = torch.unique(wanted // copies, return_inverse=True)
+        found = self._fetched(lot, source, places, looks and 0 in places)
+        chosen = row_of * copies + wanted % copies
+        whole = len(chosen) == len(found.records) and bool((chosen == torch.arange(len(chosen))).all())
+        return found.rows if whole else take(found.rows, chosen)
+
+    def _fetched(self, lot: Lot, source: Source, places: Tensor, looks: bool) -> Keyed:
+        copies, numbers = self._copies, lot.records[places]
+        rows = numbers if copies == 1 else (numbers[:, None] * copies + torch.arange(copies)).flatten()
+        fetched = repeat(self._read(self._fetcher, lot, source, places), copies)
+        batch = self._keyed(lot, places, fetched, rows, source)
+        return batch if self._augmentation is None else self._augmentation(batch, looks)
+
+    def _read(self, fetcher: Fetcher, lot: Lot, source: Source, places: Tensor) -> Any:
+        """The batch of the records at these places of a lot, from a worker if one has read it."""
+        start = int(places[0]) if len(places) else 0
+        if self._ahead is not None and not (len(places) and int(places[-1]) - start + 1 != len(places)):
+            batch = self._ahead.batch(lot, start, start + len(places))
+            if batch is not None:
+                return batch
+        return fetcher.fetch(lot.indices[places], source, lot.records[places])
+
+    def _refuse_mixing_collate(self, lot: Lot) -> None:
+        """Raise if `collate_fn` makes something else of a record in its lot than alone, and that has an effect."""
+        some = torch.arange(min(len(lot.indices), self._microbatch or len(lot.indices)))
+        if not len(some):
+            return
+        self._lots_compared += len(some) > 1  # one record alone tells nothing
+        source, copies = Source(self.streams, self.step, lot.name), self._copies
+        indices, numbers = lot.indices[some], lot.records[some]
+        padded = padded_records(self._fetcher, indices, numbers, source, self._fetcher.fetch(indices, source, numbers))
+        whole = self._fetched(lot, source, some, False) if padded else None
+        for row, _, _ in padded:
+            alone = self._fetched(lot, source, torch.tensor([row]), False)
+            refuse_other_gradient(self.engine, take(whole, slice(row * copies, (row + 1) * copies)), alone, copies)
 
     def _looks_again(self) -> bool:
         """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""
         return self.step > 0 and hashlib.blake2b(b"%d" % self.step, person=b"fodp.check").digest()[0] < _LOOKS_IN_256
 
+    def adapt_clip(self, gradients: Gradients, query: Query, std: float) -> float:
+        """With a quantile: release how many of the gradients are within C, and return the noise the query then needs.
+
+        The count and the query share what the query alone would have cost with `std`: so it gets a little more noise,
+        and the pair is the event that the plan promised. After the step the count moves C. Without a quantile nothing
+        is released and `std` comes back as it is.
+        """
+        clip = self.adaptive_clip
+        if clip is None:
+            return std
+        place = self._place(gradients.lot)
+        if query.lot is not gradients.lot:
+            raise PrivacyError("this query was not computed from the lot of the gradients that are counted")
+        if self._count is not None:
+            raise PrivacyError(f"step {self.step} has released its count already: call adapt_clip once in a step")
+        multiplier = query.noise_multiplier(std)
+        rest = clip.rest(multiplier)
+        count = gradients.count(lambda norms: norms <= clip.clip_norm)
+        self._charge(place, count.noise_multiplier(clip.count_noise))
+        self._count = self._noised(count, clip.count_noise, "count")
+        return std * rest / multiplier
+
+    def _released_count(self) -> float:
+        if self._count is None:
+            raise PrivacyError(
+                f"a quantile is set, and the step of {self.plan.method} does not adapt the clip norm: leave quantile "
+                "out, or write std = run.adapt_clip(gradients, query, std) before its last release"
+            )
+        return float(self._count)
+
     def release(self, lot: Lot, query: Query, std: float) -> Tensor:
-        """query + N(0, std²): charged to its lot, jointly with what that lot has released before."""
+        """query + N(0, std²): charged to its lot, jointly with what that lot has released before.
+
+        A query with a shape is scaled by it again once it has its noise.
+        """
         place = self._place(lot)
         if query.lot is not lot:
             raise PrivacyError("this query was not computed from the lot it is released for")
-        multiplier = query.noise_multiplier(std)
-        clip = self.adaptive_clip
-        if clip is not None and self._count is None and place == len(self._promised()) - 1 and place in self._asked:
-            # The count and the sum share what the sum alone would have cost.
-            rest = clip.rest(multiplier)
-            count = self._asked[place].count(lambda norms: norms <= clip.clip_norm)
-            self._charge(place, count.noise_multiplier(clip.count_noise))
-            self._count = self.add_noise(count, clip.count_noise, self.streams, self.step, "count")
-            multiplier, std = rest, std * rest / multiplier
-        self._charge(place, multiplier)
-        self._noise_std = std
+        self._charge(place, query.noise_multiplier(std))
         earlier = self._releases.get(place, 0)
         self._releases[place] = earlier + 1
         name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
-        return self.add_noise(query, std, self.streams, self.step, name)
+        if self._correlated is None:
+            self._noise_std = std
+            return query.map_back_(self._noised(query, std, name))
+        if sum(self._releases.values()) > 1:
+            raise PrivacyError(f"step {self.step} has released already: correlated noise is for one release in a step")
+        released = self._noised(query, std, name, self._correlated)
+        self._noise_std = std * math.sqrt(self.ranks.number(self._correlated.variance))
+        return query.map_back_(released)
+
+    def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
+        """One release for all ranks: made on the first."""
+        source = noise or self._noise_streams or self.streams
+        return self.ranks.from_first(
+            lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
+        )
 
     def _charge(self, place: int, multiplier: float) -> None:
+        if multiplier == math.inf:  # no example can change this query, so it costs nothing
+            return
         before = self._spent[place]
         spent = multiplier if before is None else joint(before, multiplier)
         promised, rate = self._promised(), self._lots[place].rate
@@ -223,12 +430,19 @@ class Run:
         total = math.fsum(gain * std * std for gain, std in zip(gains, self._noise_stds, strict=False))
         return total / self.plan.lot_size**2
 
+    def noise_share(self, parameter: Tensor) -> float:
+        """What share of that variance the noise of a parameter has: b² of its shape."""
+        for known, b in zip(self.engine.layout.parameters, self._shape or (), strict=False):
+            if known is parameter:
+                return b**2
+        return 1.0
+
     def parameters(self) -> Tensor:
         """The model's trainable parameters as one flat vector."""
         return self.engine.layout.read()
 
     def uniform(self, count: int, name: str) -> Tensor:
-        """Uniform numbers in [0, 1) from the run's own stream."""
+        """Uniform numbers in [0, 1) from the run's own stream, the same on all ranks."""
         words = self.streams.words(count, self.step, f"uniform.{name}")  # never a lot's own words
         return torch.from_numpy((words >> 11) * 2.0**-53).to(self.engine.layout.device)
 
@@ -236,14 +450,24 @@ class Run:
         """The loss on data declared public."""
         if self._public_score is None:
             raise PrivacyError(f"{self.plan.method} scores proposals on public data: give the Trainer public_score")
-        return float(self._public_score())
+        score = self._public_score
+        return self.ranks.number(lambda: float(score()))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Method state, filter and clip norm: releases and public numbers only."""
+    def state_dict(self, *, views: bool = False) -> dict[str, Any]:
+        """Method state, filter and clip norm: releases and public numbers only.
+
+        With `views` large tensors are not copied: for a file that is written before the next step.
+        """
         clip = None if self.adaptive_clip is None else self.adaptive_clip.clip_norm
-        return {
-            "method": self.state.state_dict(),
-            "filter": self.filter.state_dict(),
+        method, smoothing = (
+            part.state_views() if views and hasattr(part, "state_views") else part.state_dict()
+            for part in (self.state, self.filter)
+        )
+        # Earlier noise would let a reader take it off: a secure run that is resumed begins anew instead.
+        kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
+        return kept | {
+            "method": method,
+            "filter": smoothing,
             "clip_norm": clip,
             "noise_stds": list(self._noise_stds),
             "kernels": kernels.library() is not None,
@@ -251,8 +475,20 @@ class Run:
             "rows_at_once": self.engine.rows_at_once if self.plan.seed is not None else None,
         }
 
+    def bytes_when_full(self) -> int:
+        """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
+        noise = None if self.plan.seed is None else self._correlated
+        parts: tuple[Any, ...] = (self.state, self.filter, noise)
+        size = self.engine.layout.size
+        return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
+        noise with none of before: its next step must begin a round (`next_round`)."""
+        if self._correlated is not None and self.plan.seed is not None:
+            self._correlated.load_state_dict(state["noise"])
+        elif self._correlated is not None:
+            self._correlated.forget()
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()
@@ -267,7 +503,15 @@ class Run:
                 stacklevel=2,
             )
 
-    def _place(self, lot: Lot) -> int:
+    def whose_turn(self, step: int) -> Tensor | None:
+        """The places in the data of the records that this step may draw; None: all. For audits: it is secret."""
+        return self._sampler.whose_turn(step)
+
+    def next_round(self, step: int) -> int:
+        """The first step from this one on that a resumed secure run may take."""
+        return min(self._sampler.next_round(step), self.plan.steps)
+
+    def _place(self, lot: object) -> int:
         for place, known in enumerate(self._lots):
             if known is lot:
                 return place
@@ -275,6 +519,23 @@ class Run:
 
     def _promised(self) -> tuple[Event, ...]:
         return self.plan.events_at(self.step)
+
+
+class _Scheduled:
+    """A run as a method's step sees it: the plan's numbers are those of this step's place in the public schedules."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @property
+    def plan(self) -> Numbers:
+        """The public numbers of this step."""
+        schedules = self._run.method.parts.schedules
+        assert schedules is not None
+        return schedules.at(self._run.plan, self._run.step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
 
 def _same(emitted: tuple[Event, ...], promised: tuple[Event, ...]) -> bool:

@@ -4,6 +4,7 @@ That is the sampling the accountants amplify by. Nothing here derives a rate fro
 it is empty, and nothing but the lot itself shows how many records it has: that number is private.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -14,11 +15,22 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, DataError, PrivacyError
+from fodp._forms import Form
 from fodp.draws import Site, Source, Unkeyable, generators_kept
+from fodp.draws.generators import foreign_state, restore_foreign
+from fodp.skips import applies, skipped_indices
 
 Collate = Callable[[list[Any]], Any]
 
@@ -30,6 +42,11 @@ _FIRST_LOTS = 2  # in which a record is read twice
 
 class WordStreams(Protocol):
     """What sampling needs of `fodp.noise.Streams`: independent uniform 64-bit words per (step, name)."""
+
+    @property
+    def seed(self) -> int | None:
+        """What the words can be repeated by; None: nothing."""
+        ...
 
     def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
         """`count` independent uniform 64-bit words."""
@@ -64,6 +81,25 @@ class Lot:
     # What the records are called in draws of their own (`fodp.draws`): their places in the data, unless a replay
     # of the run without one of them says otherwise.
     names: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    # Where records take turns: those whose turn it was, increasing; None: all.
+    among: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    # Where the unit is a person (`fodp.people`): for each record the number of its owner. Records of one lie together.
+    owners: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    # Of a lot that several ranks divide (`fodp.ranks`): the places of this rank's records in the whole lot, and how
+    # many records that has.
+    places: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    drawn: int | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many have been drawn, on all ranks together: records, or people. Private."""
+        if self.drawn is not None:
+            return self.drawn
+        return len(self.indices if self.owners is None else self.owners.unique_consecutive())
+
+    def own(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of numbers for each record of the whole lot, those of the records here."""
+        return numbers if self.places is None else numbers[self.places.to(numbers.device)]
 
     @property
     def records(self) -> torch.Tensor:
@@ -74,20 +110,61 @@ class Lot:
 class PoissonSampler:
     """Draws lots from `size` records: each record independently with probability `rate`, empty lots included.
 
-    The lot of a (step, name) depends on nothing but the streams and the rate. With secure streams it can be
-    drawn only once.
+    The lot of a (step, name) depends on nothing but the streams, the rate and, where it is drawn by skips
+    (`fodp.skips`: from four million records on), the size. With secure streams it can be drawn only once.
+
+    `turns` b above 1: each record belongs to one of b groups, and step t draws from group t mod b only (`rate` is the
+    chance of a record whose turn it is). The group of a record is drawn for it alone and stays secret: a record more
+    or less moves nobody to another group, wherever in the data it is. Groups last as long as the process: a secure run
+    that is resumed draws others, so it goes on with a whole round (`next_round`).
     """
 
-    def __init__(self, size: int, rate: float, streams: WordStreams) -> None:
+    _by_skips = True  # where records have no names of their own to be drawn by
+
+    def __init__(self, size: int, rate: float, streams: WordStreams, turns: int = 1) -> None:
         self.size = _checks.whole("size", size)
         self.rate = _checks.fraction("rate", rate)
+        self.turns = _checks.whole("turns", turns)
         self._streams = streams
+        self._groups: npt.NDArray[np.uint64] | None = None
 
     def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
         """The lot of this step, at the sampler's rate or at one given for this step."""
         used = self.rate if rate is None else _checks.fraction("rate", rate)
-        indices = poisson_indices(self._streams.words(self.size, step, name), used)
-        return Lot(step, used, name, torch.from_numpy(indices))
+        among, bound = self.whose_turn(step), _bound(used)
+        if self._by_skips and bound is not None and applies(self.size, used):  # in time and memory of the lot
+            indices = skipped_indices(self._streams, self.size, int(bound), step, name)
+        else:
+            indices = poisson_indices(self._words(step, name), used)
+        if self._groups is not None:
+            indices = indices[self._groups[indices] == step % self.turns]
+        return Lot(step, used, name, torch.from_numpy(indices), among=among)
+
+    def whose_turn(self, step: int) -> torch.Tensor | None:
+        """The records that this step may draw, in increasing order; None: all."""
+        if self.turns == 1:
+            return None
+        return torch.from_numpy((self._groups_at(step) == step % self.turns).nonzero()[0])
+
+    def next_round(self, step: int) -> int:
+        """The first step, from this one on, at which new groups may be drawn: earlier, a record could have two turns
+        in one round."""
+        return -(-step // self.turns) * self.turns
+
+    def _groups_at(self, step: int) -> npt.NDArray[np.uint64]:
+        if self._groups is None:
+            first = step if self._streams.seed is None else 0
+            if first != self.next_round(first):
+                raise PrivacyError(
+                    f"records take turns in rounds of {self.turns} steps, and step {step} is within one: go on with "
+                    f"step {self.next_round(step)}"
+                )
+            self._groups = self._words(first, "turns") % np.uint64(self.turns)
+        return self._groups
+
+    def _words(self, step: int, name: str) -> npt.NDArray[np.uint64]:
+        """A word for each of those who may be drawn."""
+        return self._streams.words(self.size, step, name)
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -102,8 +179,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, dataset: Any, rate: float, steps: int, streams: WordStreams, start: int = 0) -> None:
-        if _columns(dataset) is not None and not isinstance(dataset, TensorDataset):
-            raise PrivacyError("a DataLoader cannot index a tuple of tensors; wrap it: TensorDataset(*tensors)")
+        if tensor_columns(dataset) is not None and not isinstance(dataset, TensorDataset):
+            raise ConfigurationError("a DataLoader cannot index a tuple of tensors; wrap it: TensorDataset(*tensors)")
         self._sampler = PoissonSampler(record_count(dataset), rate, streams)
         self._steps = range(_checks.whole("start", start, minimum=0), start + _checks.whole("steps", steps))
         self._used = False
@@ -124,18 +201,38 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
 
 class LotCollate:
-    """A `collate_fn` that turns an empty lot into a batch like any other, with leading dimension 0.
+    """A `collate_fn` that turns an empty lot into a batch like any other, without records.
 
-    The empty batch takes structure, types and the other dimensions from the data set's first record.
+    The empty batch takes structure, types and the other dimensions from the data set's first record: no collate
+    function is ever given an empty list. Lists with an item for each record are marked (`fodp._forms.Ragged`).
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
         self._records = _records(dataset)
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._learned: tuple[Form, Any] | None = None
+
+    def refuse_what_cannot_be_divided(self) -> None:
+        """Raise unless the batch of some records can be had from a larger one, by taking their rows."""
+        self._learn()[0].refuse_what_cannot_be_divided()
 
     def __call__(self, records: list[Any]) -> Any:
         """The batch of these records; of none, an empty one."""
-        return self._collate(records) if records else _emptied(self._collate([self._records[0]]))
+        form, empty = self._learn()
+        return form.marked(self._collate(records), len(records)) if records else form.emptied(empty)
+
+    def _learn(self) -> tuple[Form, Any]:
+        if self._learned is None:
+            foreign = foreign_state()
+            try:
+                with generators_kept():  # a data set may draw when it is read; nobody else's draws change for it
+                    record = self._records[0]
+                    one, two, three = (self._collate(_copies(record, n)) for n in (1, 2, 3))
+            finally:
+                restore_foreign(foreign)
+            form = Form.of(two, three)
+            self._learned = form, form.emptied(one)
+        return self._learned
 
 
 class Fetcher:
@@ -150,7 +247,7 @@ class Fetcher:
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
         self.size = record_count(dataset)
         self._records = _records(dataset)
-        self._columns = _columns(dataset) if collate_fn is None else None
+        self._columns = tensor_columns(dataset) if collate_fn is None else None
         self._collate = LotCollate(dataset, collate_fn)
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
@@ -170,13 +267,22 @@ class Fetcher:
             self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
         return self._collated(found, source, names)
 
+    def records(self, indices: torch.Tensor, source: Source) -> list[Any]:
+        """These records as the data set gives them, not yet a batch."""
+        return self._read(indices, source, indices)
+
+    def refuse_what_cannot_be_divided(self) -> None:
+        """Raise if `collate_fn` makes batches whose rows cannot be told from what is no record's."""
+        if self._columns is None:
+            self._collate.refuse_what_cannot_be_divided()
+
     def alone(self, index: int, source: Source, record: int) -> Any:
         """The batch that one record makes by itself."""
         return self.fetch(torch.tensor([index]), source, torch.tensor([record]))
 
     def _read(self, indices: torch.Tensor, source: Source | None, names: torch.Tensor) -> list[Any]:
         if source is None:
-            return [self._records[index] for index in indices.tolist()]
+            return self._read_plainly(indices.tolist())
         if not self._reading.alone:
             found: list[Any] = []
             with generators_kept() as marks:
@@ -196,11 +302,24 @@ class Fetcher:
             for index, name in zip(indices.tolist(), names, strict=True)
         ]
 
+    def _read_plainly(self, indices: list[int]) -> list[Any]:
+        """All at once from a data set that knows how: a table on disk is read once and not row by row."""
+        at_once = getattr(self._records, "__getitems__", None)
+        if not callable(at_once) or len(indices) < 2:
+            return [self._records[index] for index in indices]
+        found = list(at_once(indices))
+        if len(found) != len(indices):
+            raise DataError(
+                f"__getitems__ of the {type(self._records).__name__} returned another number of records than it "
+                "was asked for: it must return one for each, in their order"
+            )
+        return found
+
     @staticmethod
     def _refuse_unsteady(first: Any, second: Any) -> None:
         """Raise if one record, read twice with the same random numbers, is two."""
         if not _alike(first, second):
-            raise PrivacyError(
+            raise DataError(
                 "a record that was read twice, with the same random numbers, was not the same: the data set draws from "
                 "a generator of its own, or remembers what it has read, and one record would change what others draw. "
                 "Let it draw with the global functions of PyTorch, NumPy or Python"
@@ -208,6 +327,7 @@ class Fetcher:
 
     def _collated(self, found: list[Any], source: Source, names: torch.Tensor) -> Any:
         batch: list[Any] = []
+        first = copy.copy(found[0])  # a collate function may take its records apart
 
         def collate() -> None:
             try:
@@ -216,18 +336,18 @@ class Fetcher:
                         lambda current: current.forward(lambda: self._collate(found)),
                         source,
                         names,
-                        lambda rows: self._collate([found[0]] * len(rows)),
+                        lambda rows: self._collate(_copies(first, len(rows))),
                     )
                 ]
             except Unkeyable as reason:
-                raise PrivacyError(
+                raise ConfigurationError(
                     f"collate_fn draws random numbers for the whole lot, and {reason}: draw for each record in the "
                     "data set, or in the model"
                 ) from None
 
         self._collating.look_for_foreign(collate)
         if self._collating.foreign:
-            raise PrivacyError(
+            raise ConfigurationError(
                 "collate_fn draws from NumPy's or Python's generator for the whole lot, where one record more changes "
                 "what all others draw: draw for each record in the data set, or with PyTorch's functions"
             )
@@ -247,6 +367,10 @@ def _alike(first: Any, second: Any) -> bool:
     return not isinstance(first, int | str | bytes) or first == second
 
 
+def _copies(record: Any, count: int) -> list[Any]:
+    return [copy.copy(record) for _ in range(count)]
+
+
 def collate_lot(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:
     """The batch of these records; see `Fetcher`, which spares the checks of every call but the first."""
     return Fetcher(dataset, collate_fn).fetch(indices)
@@ -259,16 +383,21 @@ def record_count(dataset: Any) -> int:
     twice is refused: each place is drawn by itself, so such a record weighs twice and has half the privacy.
     """
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise PrivacyError(
-            f"{kind} is an iterable data set, which cannot be Poisson sampled; load its records into a "
-            "map-style Dataset (__len__ and __getitem__), for example a TensorDataset"
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            "a DataLoader draws batches of its own, which are not the Poisson lots that the plan accounts for: pass "
+            "its data set, loader.dataset (and collate_fn=loader.collate_fn, if it has one of its own)"
         )
-    columns = _columns(dataset)
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{kind} is an iterable data set, which cannot be Poisson sampled; load its records into a "
+            "map-style Dataset (__len__ and __getitem__), for example a TensorDataset or list(dataset)"
+        )
+    columns = tensor_columns(dataset)
     if columns is not None:
         count = _common_length(columns)
     elif isinstance(dataset, Mapping) or not all(hasattr(dataset, m) for m in ("__len__", "__getitem__")):
-        raise PrivacyError(
+        raise DataError(
             f"{kind} is not a map-style data set: it needs __len__, and __getitem__ for records 0 to len-1; "
             "wrap it in a torch.utils.data.Dataset or TensorDataset"
         )
@@ -276,7 +405,7 @@ def record_count(dataset: Any) -> int:
         count = len(dataset)
         _refuse_repeated(dataset)
     if count == 0:
-        raise PrivacyError("the data set has no records; private training needs at least one")
+        raise DataError("the data set has no records; private training needs at least one")
     return count
 
 
@@ -284,26 +413,30 @@ def _refuse_repeated(dataset: Any) -> None:
     """Raise if a view of data sets shows one of their records at two places."""
     if not isinstance(dataset, Subset | ConcatDataset):
         return
-    sources: list[Any] = []
-    origins = np.sort(_origins(dataset, sources))
-    again = np.flatnonzero(origins[1:] == origins[:-1])
+    found = np.sort(origins(dataset))
+    again = np.flatnonzero(found[1:] == found[:-1])
     if len(again):
-        raise PrivacyError(
+        raise DataError(
             f"the {type(dataset).__name__} holds {len(again)} records a second time, and one example must be one "
             "record: take each index once (Subset(data, sorted(set(indices)))) and each data set once"
         )
 
 
+def origins(dataset: Any) -> npt.NDArray[np.int64]:
+    """A number for each record of a view of data sets, the same only for the same record of the same data set."""
+    return _origins(dataset, [])
+
+
 def _origins(dataset: Any, sources: list[Any]) -> npt.NDArray[np.int64]:
-    """A number for each record, the same only for the same record of the same data set; `sources` are those so far."""
+    """The same; `sources` are the data sets so far."""
     if isinstance(dataset, Subset):
         inner, chosen = _origins(dataset.dataset, sources), np.asarray(dataset.indices)
         if chosen.size and chosen.dtype.kind not in "iub":
-            raise PrivacyError(f"the indices of a Subset must be whole numbers, got {_checks.shown(chosen.flat[0])}")
+            raise DataError(f"the indices of a Subset must be whole numbers, got {_checks.shown(chosen.flat[0])}")
         try:
             return inner[chosen.astype(np.int64).reshape(-1)]  # a negative index counts from the end, as in data sets
         except IndexError as error:
-            raise PrivacyError(f"a Subset names a record that its data set does not have ({error})") from None
+            raise DataError(f"a Subset names a record that its data set does not have ({error})") from None
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_origins(part, sources) for part in dataset.datasets])
     if not any(known is dataset for known in sources):
@@ -315,7 +448,7 @@ def _origins(dataset: Any, sources: list[Any]) -> npt.NDArray[np.int64]:
 def _common_length(columns: tuple[torch.Tensor, ...]) -> int:
     lengths = {column.shape[:1] for column in columns}
     if len(lengths) != 1 or lengths == {()}:
-        raise PrivacyError("the tensors of a data set must share their leading dimension, the records")
+        raise DataError("the tensors of a data set must share their leading dimension, the records")
     return lengths.pop()[0]
 
 
@@ -324,7 +457,7 @@ def _rows_of(columns: tuple[torch.Tensor, ...], entries: int) -> int:
     return max(1, entries // max(1, sum(math.prod(column.shape[1:]) for column in columns)))
 
 
-def _columns(dataset: Any) -> tuple[torch.Tensor, ...] | None:
+def tensor_columns(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     """The columns of a data set that is made of tensors, else None."""
     if isinstance(dataset, TensorDataset):
         # a subclass may change records on the way out, so only the class itself is taken apart
@@ -336,24 +469,4 @@ def _columns(dataset: Any) -> tuple[torch.Tensor, ...] | None:
 def _records(dataset: Any) -> Any:
     """The data set as something whose item i is record i."""
     record_count(dataset)
-    return TensorDataset(*dataset) if isinstance(dataset, tuple) and _columns(dataset) else dataset
-
-
-def _emptied(batch: Any) -> Any:
-    """A collated batch of one record with that record taken out."""
-    if batch is None:
-        return None
-    if isinstance(batch, torch.Tensor | np.ndarray) and batch.ndim > 0:
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        emptied = {key: _emptied(value) for key, value in batch.items()}
-        return emptied if type(batch) is dict else type(batch)(emptied)  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        if any(isinstance(item, str | bytes) for item in batch):  # texts are collated to a list of texts
-            return type(batch)()
-        items = [_emptied(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    raise PrivacyError(
-        f"cannot make an empty lot of a {type(batch).__name__}; let collate_fn return tensors with the "
-        "records along dimension 0, or dicts, lists and tuples of them"
-    )
+    return TensorDataset(*dataset) if isinstance(dataset, tuple) and tensor_columns(dataset) else dataset

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fodp_lab.paper import challengers, fair
+from fodp_lab.paper import fair
 from fodp_lab.paper.catalog import EXPERIMENTS, METHODS
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.spec import NON_PRIVATE
@@ -42,7 +42,7 @@ def write_paper(folder, tops, seeds=5, only=None, spread=0.01):
 def write_fair(folder, tops, only=None, protocol=fair.FULL):
     """Records of the fair comparison, or of some of its rows."""
     records, rng = Records(folder / "fair.jsonl"), np.random.default_rng(1)
-    rows = [row for row in challengers.rows(folder) if only is None or row.label in only]
+    rows = [row for row in fair.rows_in(folder) if only is None or row.label in only]
     comparison = fair.Comparison(rows, records, protocol)
     lines = []
     for _, specs in comparison.rounds():

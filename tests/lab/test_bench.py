@@ -11,8 +11,8 @@ from torch import nn
 
 import fodp
 from fodp.cli.main import main
-from fodp.models import cross_entropy
-from fodp_lab.bench import floor, measure, plots, report, results, scaling, steps
+from fodp.data.models import cross_entropy
+from fodp_lab.bench import floor, measure, measurements, performance_page, plots, scaling, steps
 from fodp_lab.bench.contenders import CONTENDERS, PEERS, TERMS, Contender, build
 from fodp_lab.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, PLAIN, TARGETS, TITLES, Target
 from fodp_lab.bench.workloads import CLASSES, WORKLOADS
@@ -177,11 +177,11 @@ class TestMeasuring:
 
     def test_writes_results_and_a_picture(self, smoke):
         printed, folder = smoke
-        assert results.load(folder / "performance.json") == printed
+        assert measurements.load(folder / "performance.json") == printed
         assert (folder / "performance.png").stat().st_size > 10_000
 
     def test_the_page_shows_targets_and_times(self, smoke):
-        page = report.markdown(smoke[0])
+        page = performance_page.markdown(smoke[0])
         assert "| embedding | dp-sgd / plain SGD | ≤ 1.3 |" in page
         assert "| embedding | opacus, best mode / dp-sgd | ≥ 2 |  | not measured |" in page
         assert "### embedding: embedding (20k x 16), mean, linear, 320,170 parameters, batch 256" in page
@@ -250,7 +250,7 @@ class TestResults:
         for contender in CONTENDERS:
             measured["workloads"]["mlp"]["contenders"].setdefault(contender.name, self.row(1, 2, kind=contender.kind))
         plots.draw(measured, tmp_path)
-        assert (tmp_path / report.PLOT).exists()
+        assert (tmp_path / performance_page.PLOT).exists()
 
     def test_results_of_another_machine_are_found_before_measuring(self, tmp_path, capsys, monkeypatch):
         (tmp_path / "performance.json").write_text(json.dumps({"conditions": {"processor": "another"}}))
@@ -259,14 +259,14 @@ class TestResults:
         assert "give another --out folder" in capsys.readouterr().err
 
     def test_opacus_is_judged_by_its_best_mode(self):
-        judged = {row.target.over: row for row in results.judge(self.measured())}
+        judged = {row.target.over: row for row in measurements.judge(self.measured())}
         best = judged["opacus, best mode"]
         assert (best.note, best.verdict) == ("opacus ghost", "met")
         assert best.ratio == pytest.approx(3)
         assert judged[FO_32].verdict == "not measured"
 
     def test_memory_may_be_a_factor_of_plain_plus_the_window(self):
-        rows = {row.contender: row for row in results.memory_rows(self.measured())}
+        rows = {row.contender: row for row in measurements.memory_rows(self.measured())}
         assert rows[DP_SGD].allowed_mb == pytest.approx(280)
         assert rows[DP_SGD].verdict == "missed"
         assert rows[FO_8].allowed_mb == pytest.approx(284)  # eight rows of half a MB
@@ -274,15 +274,15 @@ class TestResults:
 
     def test_parts_come_together_but_only_under_the_same_conditions(self, tmp_path):
         path = tmp_path / "performance.json"
-        results.merge(path, {"workloads": {"mlp": {"a": 1}}})
-        results.merge(path, {"paper_run": []})
-        merged = results.merge(path, {"workloads": {"conv": {"b": 2}}})
-        assert merged == results.load(path)
+        measurements.merge(path, {"workloads": {"mlp": {"a": 1}}})
+        measurements.merge(path, {"paper_run": []})
+        merged = measurements.merge(path, {"workloads": {"conv": {"b": 2}}})
+        assert merged == measurements.load(path)
         assert merged["workloads"] == {"mlp": {"a": 1}, "conv": {"b": 2}}
         assert merged["paper_run"] == []
         path.write_text(json.dumps({**merged, "conditions": {**merged["conditions"], "torch": "1.0"}}))
         with pytest.raises(fodp.PrivacyError, match=r"torch 1\.0"):
-            results.merge(path, {})
+            measurements.merge(path, {})
 
     def test_the_committed_page_is_generated_from_the_committed_numbers(self, capsys):
         assert main(["bench", "--markdown", str(DOCS / "performance.json")]) == 0

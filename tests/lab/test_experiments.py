@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from fodp._checks import PrivacyError
 from fodp.cli.main import main
 from fodp.methods import METHODS
-from fodp_lab.paper import challengers, fair, runner, runtime
+from fodp_lab.paper import fair, runner, runtime
 from fodp_lab.paper.catalog import DATASETS, EXPERIMENTS, quick
 from fodp_lab.paper.catalog import METHODS as PAPER_METHODS
 from fodp_lab.paper.code_version import code_version
@@ -171,9 +171,9 @@ class TestCodeVersion:
     @pytest.mark.parametrize(
         ("where", "change"),
         [
-            ("fodp.recall.Recall.add_to", lambda self, out, factor, scale=None: None),
+            ("fodp.memory.window.WindowMemory.mix_in_", lambda self, vector, share: vector),
             ("fodp.sampling.poisson_indices", lambda words, rate: np.arange(len(words))),
-            ("fodp.filters.NoFilter.__call__", lambda self, release: 2 * release),
+            ("fodp.methods.parts.filters.NoFilter.__call__", lambda self, release: 2 * release),
         ],
         ids=["memory", "masks", "filter"],
     )
@@ -257,7 +257,7 @@ class TestVariants:
 
     def test_what_differs(self):
         from fodp.data import CARDS, Splits
-        from fodp.models import build
+        from fodp.data.models import build
 
         card = replace(CARDS["cifar10"], train_size=4, test_size=3)
         pixels = torch.linspace(0, 1, 12 * 3072).view(12, 3, 1024)
@@ -398,23 +398,23 @@ class TestFair:
 
 class TestChallengers:
     def test_a_row_is_kept_beside_the_records(self, tmp_path):
-        challengers.challenge(tmp_path, "more momentum", "dp-sgd", {"momentum": 0.95}, None, ("my_methods",))
-        challengers.challenge(tmp_path, "my rate", "dp-sgd", {}, 0.07, ())
-        rows = {row.label: row for row in challengers.rows(tmp_path)}
+        fair.challenge(tmp_path, "more momentum", "dp-sgd", {"momentum": 0.95}, None, ("my_methods",))
+        fair.challenge(tmp_path, "my rate", "dp-sgd", {}, 0.07, ())
+        rows = {row.label: row for row in fair.rows_in(tmp_path)}
         assert list(rows)[: len(fair.ROWS)] == [row.label for row in fair.ROWS]
         assert rows["more momentum"].rates == fair.SGD_RATES
-        assert challengers.modules(tmp_path) == ("my_methods",)
+        assert fair.modules_in(tmp_path) == ("my_methods",)
         comparison = Scores([rows["my rate"]], lambda spec: 0.3, TestFair.PROTOCOL).finish()
         assert comparison.search(rows["my rate"], TestFair.SETTING, 1) == []
         assert {spec.params["lr"] for spec in comparison.final(rows["my rate"], TestFair.SETTING)} == {0.07}
 
     def test_adam_rows_get_adam_rates(self, tmp_path):
-        assert challengers.challenge(tmp_path, "x", "dp-adam", {}, None, ()).rates == fair.ADAM_RATES
+        assert fair.challenge(tmp_path, "x", "dp-adam", {}, None, ()).rates == fair.ADAM_RATES
 
     def test_wrong_rows_are_refused(self, tmp_path):
         for label, method, params in (("DP-SGD", "dp-sgd", {}), ("x", "no-such", {}), ("x", "dp-sgd", {"typo": 1})):
             with pytest.raises(PrivacyError):
-                challengers.challenge(tmp_path, label, method, params, None, ())
+                fair.challenge(tmp_path, label, method, params, None, ())
         assert not list(tmp_path.iterdir())
 
     def test_challenge_belongs_to_fair(self, capsys):

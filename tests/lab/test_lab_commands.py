@@ -78,7 +78,13 @@ def test_a_benchmark_begins_or_is_refused_in_one_line(words):
     """Nothing is measured."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("scaling.scaling", "paper_run.paper_run", "results.merge", "plots.draw", "report.show"):
+        for name in (
+            "scaling.scaling",
+            "paper_run.paper_run",
+            "measurements.merge",
+            "plots.draw",
+            "performance_page.show",
+        ):
             patch.setattr(f"fodp_lab.bench.{name}", lambda *_: {})
         patch.setattr(bench_command, "_workload", lambda *_: {})
         run("bench", *words)

@@ -1,5 +1,7 @@
 """The report: statistics, verdicts that follow the records, generated texts, and the committed results."""
 
+import csv
+import io
 import json
 import math
 import re
@@ -12,26 +14,34 @@ from scipy import stats
 from fodp.cli.main import main
 from fodp_lab.judging import verdicts
 from fodp_lab.judging.claims import CLAIMS, judge_all
-from fodp_lab.judging.comparison import BETTER, EQUAL, OPEN, WORSE, compare
 from fodp_lab.judging.results import Line, Results
 from fodp_lab.judging.statistics import difference, holm, paired, summarize
-from fodp_lab.judging.verdicts import NOT_DECIDABLE, NOT_REPRODUCED, REPRODUCED, Pair
-from fodp_lab.paper import fair, printed
-from fodp_lab.paper.catalog import DP_SGD, EXPERIMENTS, FO, RUNTIME
+from fodp_lab.judging.verdicts import (
+    BETTER,
+    EQUAL,
+    NOT_DECIDABLE,
+    NOT_REPRODUCED,
+    OPEN,
+    REPRODUCED,
+    WORSE,
+    Pair,
+    compare,
+)
+from fodp_lab.paper import fair
+from fodp_lab.paper.catalog import DP_SGD, EXPERIMENTS, FO, PRINTED_FINAL, RUNTIME
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.spec import RunSpec
-from fodp_lab.report import charts, figures, findings, tables
+from fodp_lab.report import charts, figures, page, sentences, tables
 from fodp_lab.report.files import texts, write
-from fodp_lab.report.page import raw_rows
 from records_for_tests import record, write_fair, write_paper, write_runtime
 
 COMMITTED = Path(__file__).parents[2] / "results"
 
 
 class TestStatistics:
-    @pytest.mark.parametrize("label", printed.FINAL)
+    @pytest.mark.parametrize("label", PRINTED_FINAL)
     def test_the_papers_intervals_are_student_t_of_five_seeds(self, label):
-        mean, std, low, high = printed.FINAL[label]
+        mean, std, low, high = PRINTED_FINAL[label]
         five = np.array([-1.2, -0.4, 0.1, 0.3, 1.2])
         sample = mean + std * (five - five.mean()) / five.std(ddof=1)
         s = summarize(sample)
@@ -182,7 +192,7 @@ class TestClaims:
         write_runtime(tmp_path, {FO: 2.0}, turns=4, code="new", day="2026-01-02")
         results = Results(tmp_path)
         assert sum(results.runtime[FO]) == pytest.approx(8, rel=0.05)
-        table = tables.of(results, RUNTIME)[0].markdown()
+        table = tables.tables_of(results, RUNTIME)[0].markdown()
         assert "4 turns of 250 steps, 40 epochs" in table
         assert "2026-01-02, code `new`" in table
         assert "`new`" in texts(results, {})["REPRODUCTION.md"]
@@ -211,14 +221,14 @@ class TestReference:
         for spec in EXPERIMENTS["reference"].runs():
             moved = shift + spread * (spec.seed - 1) if spec.variant == "pixels in [0, 1]" else 0.0
             records.append(record(spec, 0.3, np.random.default_rng(0)) | {"final_accuracy": base + moved})
-        told = " ".join(findings.of(Results(tmp_path), "reference"))
+        told = " ".join(sentences.about(Results(tmp_path), "reference"))
         assert words in told
         assert ("pixels in [0, 1] by " in told) == (words in ("is explained", "away from the paper's interval"))
 
     def test_some_runs_decide_nothing(self, tmp_path):
         write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("reference",))
-        assert findings.of(Results(tmp_path), "reference") == ["The runs are not complete."]
-        assert findings.of(Results(tmp_path / "none"), "reference") == ["The runs are not complete."]
+        assert sentences.about(Results(tmp_path), "reference") == ["The runs are not complete."]
+        assert sentences.about(Results(tmp_path / "none"), "reference") == ["The runs are not complete."]
 
 
 def test_the_fair_rule(tmp_path):
@@ -247,7 +257,7 @@ def test_plain_sgd_is_called_a_ceiling_only_if_no_private_row_is_above_it(tmp_pa
     write_fair(
         tmp_path, lambda spec: ends[spec.method], ("DP-SGD", "DiSK", "not private"), fair.Protocol(fair.SETTINGS[:1])
     )
-    line = findings.fair_findings(Results(tmp_path))[0]
+    line = sentences.fair_findings(Results(tmp_path))[0]
     assert "Without privacy" in line
     assert said in line
     assert ("no ceiling" in line) == bool(said)
@@ -257,7 +267,7 @@ def test_plain_sgd_is_called_a_ceiling_only_if_no_private_row_is_above_it(tmp_pa
 def test_a_recommendation_tells_its_caveat(tmp_path, method, caveat):
     few = ("DP-SGD", "DiSK", "Block-DP-SGD", "not private")
     write_fair(tmp_path, lambda spec: 0.3 + 0.1 * (spec.method == method), few, fair.Protocol(fair.SETTINGS))
-    advice = " ".join(findings.practitioner(Results(tmp_path)))
+    advice = " ".join(sentences.practitioner(Results(tmp_path)))
     assert "That is what to use" in advice
     assert ("had been tried on these test images" in advice) == caveat
 
@@ -311,46 +321,12 @@ class TestFiles:
         text = texts(results, drawn)["REPRODUCTION.md"]
         assert sorted(re.findall(r"figures/([\w.-]+)\.png", text)) == sorted(drawn)
 
-    def test_the_page_asks_for_nothing(self, made):
-        results = Results(made)
-        page = texts(results, charts.draw(results))["report.html"]
-        assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
-        assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
-        assert "default-src 'none'" in page
-        data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
-        assert data["charts"]["window"]["panels"][0]["marks"][0]["label"] == "K=1"
-        assert len(data["rows"]["rows"]) == len(results.paper) + len(results.fair_records)
-        assert len(page) < 3_000_000
-
-    def test_a_raw_row_names_its_variant(self, tmp_path):
+    def test_a_row_of_the_csv_names_its_variant(self, tmp_path):
         write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("reference",))
-        told = [row[3] for row in raw_rows(Results(tmp_path))["rows"]]
+        rows = list(csv.DictReader(io.StringIO(tables.runs_as_csv(Results(tmp_path)))))
+        told = [row["parameters"] for row in rows]
         assert len(set(told)) == len(told) == len(EXPERIMENTS["reference"].rows)
         assert "lr=0.8 (Glorot weights)" in told
-
-    def test_one_seed_is_enough_for_a_page(self, tmp_path):
-        write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("final-accuracy", "memory-design"))
-        results = Results(tmp_path)
-        drawn = charts.draw(results)
-        data = texts(results, drawn)["report.html"].split('type="application/json">')[1].split("</script>")[0]
-        numbers = json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-        ours = numbers["charts"]["final-accuracy"]["panels"][0]["marks"][0]
-        assert ours["low"] == ours["y"]
-        figures.save([drawn["final-accuracy"]], tmp_path)
-
-    def test_names_cannot_break_out_of_the_page(self, tmp_path, made):
-        """A challenger's label is a user's text."""
-        evil = "</script><script>alert(1)</script>"
-        for file in made.glob("*.jsonl"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        from fodp_lab.paper.challengers import challenge
-
-        challenge(tmp_path, evil, "dp-sgd", {}, 0.1, ())
-        write_fair(tmp_path, lambda spec: 0.3, (*FEW, evil), ONE_SETTING)
-        results = Results(tmp_path)
-        page = texts(results, charts.draw(results))["report.html"]
-        assert evil not in page
-        assert "alert(1)" in page
 
     def test_quick_runs_say_so(self, tmp_path):
         from fodp_lab.paper.catalog import quick
@@ -362,7 +338,7 @@ class TestFiles:
         results = Results(tmp_path)
         assert results.quick
         assert {v.status for v in judge_all(results).values()} == {NOT_DECIDABLE}
-        assert {line for name in (*EXPERIMENTS, "fair") for line in findings.of(results, name)} == {
+        assert {line for name in (*EXPERIMENTS, "fair") for line in sentences.about(results, name)} == {
             "These are the short runs of `--quick`, whose numbers mean nothing."
         }
         assert "--quick" in texts(results, charts.draw(results))["REPRODUCTION.md"]
@@ -391,16 +367,95 @@ class TestFiles:
             assert (tmp_path / "a" / f"window.{end}").read_bytes() == (tmp_path / "b" / f"window.{end}").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def written(made):
+    """The page of the made-up records."""
+    results = Results(made)
+    return page.html(results, judge_all(results), charts.draw(results))
+
+
+class TestPage:
+    def test_it_asks_for_nothing_and_runs_nothing(self, made, written):
+        assert "<script" not in written
+        assert "default-src 'none'" in written
+        assert not re.findall(r"https?://|src=|@import|\son\w+=|url\((?!#)", written)
+        beside = {"tables/runs.csv", *(path.name for path in made.glob("*.jsonl"))}
+        assert set(re.findall(r'href="(?!#|data:)([^"]*)"', written)) == beside
+
+    def test_every_reference_within_it_leads_somewhere(self, written):
+        ids = re.findall(r'\sid="([^"]*)"', written)
+        assert len(set(ids)) == len(ids)
+        inside = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)|aria-\w+by="([^"]*)"', written)
+        assert {name for names in inside for name in names if name} <= set(ids)
+
+    def test_every_panel_is_drawn_and_told(self, made, written):
+        drawn = charts.draw(Results(made))
+        assert re.findall(r'<figure id="chart-([^"]*)"', written) == [
+            chart.name for name in tables.names() for chart in charts.charts_of(drawn, name)
+        ]
+        told = re.findall(
+            r'<svg viewBox="[^"]*" role="img".*?<title[^>]*>(.*?)</title><desc[^>]*>(.*?)</desc>', written
+        )
+        assert len(told) == sum(len(chart.panels) for chart in drawn.values())
+        assert all(title and description for title, description in told)
+        assert any("test accuracy against epoch. At the end: K=1 0.3" in description for _, description in told)
+        assert '<g class="mark"><title>K=32</title><path' in written
+
+    def test_charts_take_their_colours_from_the_page(self, written):
+        """Dark or light, whatever the reader has: no black ink, no white paper."""
+        style = written.split("<style>")[1].split("</style>")[0]
+        assert not re.search(r"(fill|stroke): (#000000|#ffffff|black|white)", style)
+        assert not re.search(r' style="', written)
+        used, defined = set(re.findall(r"var\((--\w+)\)", written)), set(re.findall(r"(--\w+):", style))
+        assert used <= defined
+
+    def test_names_cannot_break_out_of_the_page(self, tmp_path):
+        """A challenger's label is a user's text, in tables, legends and charts."""
+        evil = "</svg></style><script>alert(1)</script>"
+        fair.challenge(tmp_path, evil, "dp-sgd", {}, 0.1, ())
+        write_fair(tmp_path, lambda spec: 0.3, (*FEW, evil), ONE_SETTING)
+        results = Results(tmp_path)
+        written = page.html(results, judge_all(results), charts.draw(results))
+        assert "<script" not in written
+        assert written.count("alert(1)") > 3
+
+    def test_one_seed_is_enough(self, tmp_path):
+        write_paper(tmp_path, lambda spec: 0.3, seeds=1, only=("final-accuracy", "memory-design"))
+        results = Results(tmp_path)
+        drawn = charts.draw(results)
+        ours = drawn["final-accuracy"].panels[0].marks[0]
+        assert ours.low == ours.y
+        assert "nan" not in "".join(figures.panels(drawn["final-accuracy"])).lower()
+        figures.save([drawn["final-accuracy"]], tmp_path)
+
+    def test_curves_are_thinned_to_their_last_point(self):
+        curve = charts.Mark("a", charts.INK, [float(i) for i in range(1, 1001)], [i / 1000 for i in range(1000)])
+        alone = charts.Panel("", "x", "y", (curve,))
+        (svg,) = figures.panels(charts.Chart("c", "c", "lines", (alone,)))
+        points = re.search(r'<g class="mark"><title>a</title><path d="([^"]*)"', svg)[1]
+        assert points.count(" ") < 2 * 126 + 2
+        assert f"{curve.y[-1]:.3f}" in svg
+
+
+def test_the_fair_rule_is_published_by_optimised_python_too():
+    """It once was a docstring, which -OO takes away."""
+    optimised = compile(Path(fair.__file__).read_text(encoding="utf-8"), "fair.py", "exec", optimize=2)
+    assert fair.RULE in optimised.co_consts
+    assert "fixed before the runs" in fair.RULE
+
+
 def test_a_table_without_runs_is_a_table(tmp_path):
-    table = tables.of(Results(tmp_path), "final-accuracy")[0]
-    assert {row[0] for row in table.rows} == set(printed.FINAL)
+    table = tables.tables_of(Results(tmp_path), "final-accuracy")[0]
+    assert {row[0] for row in table.rows} == set(PRINTED_FINAL)
     assert DP_SGD in table.markdown()
-    assert "no runs recorded" in tables.of(Results(tmp_path), RUNTIME)[0].markdown()
+    assert "no runs recorded" in tables.tables_of(Results(tmp_path), RUNTIME)[0].markdown()
 
 
 def test_committed_texts_are_what_the_committed_records_give():
     results = Results(COMMITTED)
-    for name, text in texts(results, charts.draw(results)).items():
+    drawn = charts.draw(results)
+    page_too = {"report.html": page.html(results, judge_all(results), drawn)}
+    for name, text in (texts(results, drawn) | page_too).items():
         assert (COMMITTED / name).read_text(encoding="utf-8") == text, f"{name} is stale: run `fodp report`"
 
 

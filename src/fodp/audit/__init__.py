@@ -22,6 +22,7 @@ from fodp.audit.sampling import check_sampling
 from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
 from fodp.clipping.engine import LossFunction
 from fodp.plan import Plan
+from fodp.ranks import refuse_group
 
 __all__ = [
     "ATTACKS",
@@ -52,6 +53,7 @@ def audit(
     canaries: Any,
     make: MakeTrainer = plain_trainer,
     *,
+    owners: Sequence[int | str] | None = None,
     attacks: Sequence[str] = ATTACKS,
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
@@ -65,10 +67,12 @@ def audit(
     optimizer or your run. Replay and one-run attack your model with all of that, its loss and its random numbers
     included; painted gradients and made-up records leave the augmentation out. `secure` True or False runs everything
     in that mode; None runs the plan in its own and the replay in both. Secure runs take a key made from `seed`, so
-    that an audit can be repeated. `dataset` and `canaries` are tensors or a `TensorDataset`. With a correct pipeline
-    the whole report is consistent with probability `confidence` at least. `progress` is told an attack and how far it
-    is.
+    that an audit can be repeated. Where the plan's unit is a person, people are added and removed, and `make` is given
+    `owners` too; those given here are of the data. `dataset` and `canaries` are tensors or a `TensorDataset`. With a
+    correct pipeline the whole report is consistent with probability `confidence` at least. `progress` is told an attack
+    and how far it is.
     """
+    refuse_group("an audit")
     _checks.open_fraction("confidence", confidence)
     chosen = [_checks.one_of("attack", attack, ATTACKS) for attack in attacks]
     each = 1 - (1 - confidence) / 3  # the replay is deterministic and needs no share
@@ -82,6 +86,6 @@ def audit(
             return check_sampling(plan, confidence=each, **common)
         if name == "replay":
             return replay_neighbours(plan, model, loss_fn, dataset, **common)
-        return attack_training(plan, model, loss_fn, dataset, canaries, confidence=each, **common)
+        return attack_training(plan, model, loss_fn, dataset, canaries, owners=owners, confidence=each, **common)
 
     return Report(plan, tuple(attack(name) for name in chosen))

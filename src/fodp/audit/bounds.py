@@ -5,6 +5,7 @@ Every bound holds with the stated level: if the claim is true, the bound exceeds
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import optimize, stats
@@ -32,7 +33,7 @@ def exposure_lower(correct: int, signals: Sequence[float], level: float) -> floa
     `signals` holds for each guess the promised signal μ = 1/z, so that a right guess has probability Φ(μ/2) at
     most (Gaussian DP). Guesses whose probabilities differ are as good as binomial with their mean (Hoeffding 1956).
     """
-    found = proportion_lower(correct, len(signals), level)
+    found = proportion_lower(correct, len(signals), level) if signals else 0.0
     if found <= 0.5:
         return 0.0
     values, counts = np.unique(np.asarray(signals), return_counts=True)
@@ -51,7 +52,7 @@ def epsilon_at_exposure(phases: Sequence[Phase], delta: float, scale: float) -> 
     if scale <= 0:
         return 0.0
     scaled = [
-        Phase(tuple(Event(e.sampling_rate, e.noise_multiplier / scale) for e in phase.events), phase.steps)
+        replace(phase, events=tuple(Event(e.sampling_rate, e.noise_multiplier / scale) for e in phase.events))
         for phase in phases
     ]
     return accounting.epsilon_of(scaled, delta, "pld")

@@ -5,6 +5,7 @@ every step, guesses about the canaries that it followed most and least.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def attack_training(
     canaries: Any,
     make: MakeTrainer = plain_trainer,
     *,
+    owners: Sequence[int | str] | None = None,
     looks: int = 50,
     confidence: float = 1 - LEVEL,
     seed: int = 0,
@@ -45,8 +47,9 @@ def attack_training(
     Guarantee: if the training is (ε, δ)-private, the bound exceeds ε with probability at most 1 - confidence,
     whatever the model, the method and the canaries are. δ is the plan's, or smaller where the confidence demands it;
     the claimed ε is that of the plan at the same δ. The auditor looks at the model `looks` times, without the
-    augmentation. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's seed. The
-    finding is computed from the data without noise: publish it only if the data is public.
+    augmentation. Where the plan's unit is a person, `owners` says whose the data is (None: each row has its own), and
+    a canary is a person. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's seed.
+    The finding is computed from the data without noise: publish it only if the data is public.
     """
     _checks.open_fraction("confidence", confidence)
     rows, candidates = columns(dataset), columns(canaries)
@@ -54,8 +57,10 @@ def attack_training(
     coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
     both = zip(rows, candidates, strict=True)
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
+    whose = range(len(rows[0])) if owners is None else owners
+    names = [*(f"data {name}" for name in whose), *(f"canary {i}" for i in range(int(coins.sum())))]
     spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
-    trainer = made(make, copy.deepcopy(model), loss_fn, members, rehearsal(plan, seed, secure), seed)
+    trainer = made(make, copy.deepcopy(model), loss_fn, members, rehearsal(plan, seed, secure), seed, names)
     trainer.callbacks.append(spy)
     try:
         with stepping():

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fodp._extras import pyplot
+from fodp._files import atomically
 from fodp.audit.report import Finding, Report
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
@@ -11,11 +13,7 @@ BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 def plot_report(report: Report, out: Path) -> None:
     """Draw the report; it shows what was computed from the data without noise."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     panels: dict[str, Callable[[Any, Finding], None]] = {
         "mechanism": _two_groups("score of a canary gradient, in units of the noise"),
         "one-run": _two_groups("how far training went along a canary"),
@@ -32,7 +30,8 @@ def plot_report(report: Report, out: Path) -> None:
     for axis in every:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"audit of {report.plan.method}", fontsize=10)
-    figure.savefig(out, dpi=150)
+    with atomically(out) as part:  # readable by its owner only
+        figure.savefig(part, dpi=150, format="png")
     plt.close(figure)
 
 

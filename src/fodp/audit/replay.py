@@ -37,6 +37,8 @@ def replay_neighbours(
 ) -> Finding:
     """Train on some rows of the data, then again without one of them and with everything else the same.
 
+    Where the plan's unit is a person, a person with all of their rows is taken away.
+
     Given the transcript, bounds, noise, rates and all that leaves the run must be the same with and without the
     example, to the last bit; only the queries' values may differ, by at most their bound. The examples taken away
     are an ordinary one and planted ones: huge, zero and not finite. The same is done with painted gradients instead
@@ -52,11 +54,13 @@ def replay_neighbours(
     problems = list(_problems(plan, model, loss_fn, dataset, make, rate, seed, secure))
     try:
         for place, problem in enumerate(problems):
-            whole = record(problem.trainer(problem.full), steps=steps)
+            whole = record(problem.trainer(problem.full, problem.owners), steps=steps)
             faults += event_faults(problem.plan, whole, steps)
             for done, (kind, row) in enumerate(problem.odd.items(), start=1):
-                less = TensorDataset(*(column[torch.arange(ROWS) != row] for column in problem.full.tensors))
-                part = record(problem.trainer(less), steps=steps, of=whole, without=row)
+                gone = int(problem.owners[row])
+                stay = problem.owners != gone
+                less = TensorDataset(*(column[stay] for column in problem.full.tensors))
+                part = record(problem.trainer(less, problem.owners[stay]), steps=steps, of=whole, without=gone)
                 faults += differences(whole, part, f"{kind} ({problem.mode})")
                 both = zip(whole.releases, part.releases, strict=False)
                 ratios += [_moved(a.value, b.value) / a.bound for a, b in both]
@@ -68,12 +72,13 @@ def replay_neighbours(
 
 @dataclass(frozen=True)
 class _Problem:
-    """A pipeline, data for it, and which rows are taken away."""
+    """A pipeline, data for it, whose each row is, and which rows are taken away, with all others of their owner."""
 
     plan: Plan
-    trainer: Callable[[TensorDataset], Trainer]
+    trainer: Callable[[TensorDataset, Tensor], Trainer]
     full: TensorDataset
     odd: dict[str, int]
+    owners: Tensor
 
     @property
     def mode(self) -> str:
@@ -95,14 +100,19 @@ def _problems(
     for mode in (False, True) if secure is None else (secure,):
         loud = rehearsal(plan, seed, mode, sampling_rate=rate)
 
-        def trainer(rows: TensorDataset, loud: Plan = loud) -> Trainer:
-            return made(make, copy.deepcopy(model), loss_fn, rows, loud, seed)
+        def trainer(rows: TensorDataset, owners: Tensor, loud: Plan = loud) -> Trainer:
+            return made(make, copy.deepcopy(model), loss_fn, rows, loud, seed, owners.tolist())
 
-        yield _Problem(loud, trainer, full, odd)
+        # Of people, each has two rows.
+        yield _Problem(loud, trainer, full, odd, torch.arange(ROWS) // (2 if plan.unit == "person" else 1))
     loud = rehearsal(plan, seed, secure, sampling_rate=rate)
     canvas, records, painted_odd = paint(plan.clip_norm, seed)
     yield _Problem(
-        loud, lambda rows: painted(make, copy.deepcopy(canvas), rows.tensors[0], loud, seed), records, painted_odd
+        loud,
+        lambda rows, _: painted(make, copy.deepcopy(canvas), rows.tensors[0], loud, seed),
+        records,
+        painted_odd,
+        torch.arange(ROWS),
     )
 
 

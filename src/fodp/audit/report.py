@@ -87,6 +87,11 @@ class Report:
     plan: Plan
     findings: tuple[Finding, ...]
 
+    def __repr__(self) -> str:
+        lines = [f"  {'fault' if f.faults else 'clean'} {f.attack}: {f.summary}" for f in self.findings]
+        verdict = "consistent" if self.consistent else "VIOLATED"
+        return "\n".join([f"<Report on {self.plan.method}: {verdict}>", *lines])
+
     @property
     def consistent(self) -> bool:
         """Whether the claim survived every attack."""

@@ -38,7 +38,8 @@ def check_sampling(
     """Runs the plan's method on made-up records and counts.
 
     Every step must emit the promised events, whoever was drawn and if nobody was; over many steps, each record must
-    be drawn at the declared rate, independently of the others, of other steps and of other lots. Exact binomial
+    be drawn at the declared rate, independently of the others, of other steps and of other lots. Where records take
+    turns, this holds of those whose turn it is, and nobody may have two. Exact binomial
     tests, and a moment-matched one for the spread of lot sizes; a correct sampler fails with probability
     1 - confidence at most. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's
     seed.
@@ -56,7 +57,7 @@ def check_sampling(
         faults += [f"{size} records: {f}" for f in event_faults(longer, tape)]
     except Refused as refusal:
         return refused("sampling", plan, refusal)
-    p_values = dict(_tests(tape, size))
+    p_values = dict(_tests(tape, size, plan.algorithm.turns))
     level = (1 - confidence) / max(1, len(p_values))
     faults += [f"{what} (p = {p:.2g})" for what, p in p_values.items() if p < level]
     return _finding(plan, faults, p_values, tape, size, confidence)
@@ -68,14 +69,19 @@ def _tape(plan: Plan, make: MakeTrainer, size: int, seed: int, progress: Progres
     return record(painted(make, canvas, size, plan, seed), watch=False, progress=progress)
 
 
-def _tests(tape: Tape, size: int) -> Iterator[tuple[str, float]]:
+def _tests(tape: Tape, everyone: int, turns: int) -> Iterator[tuple[str, float]]:
     """Each fault there may be, and how likely such counts are without it."""
-    groups: dict[tuple[str, float], list[Lot]] = defaultdict(list)
-    for (_, name), lot in tape.lots.items():
-        groups[name, lot.rate].append(lot)
-    for (name, rate), lots in groups.items():
-        here = f"lots {name!r} of rate {rate:g}"
-        drawn = [np.asarray(lot.indices) for lot in lots]
+    groups: dict[tuple[str, float, int], list[Lot]] = defaultdict(list)
+    for (step, name), lot in tape.lots.items():
+        groups[name, lot.rate, step % turns].append(lot)
+    if turns > 1:
+        yield from _turns(groups, everyone)
+    for (name, rate, turn), lots in groups.items():
+        here = f"lots {name!r} of rate {rate:g}" + (f" of group {turn}" if turns > 1 else "")
+        among = _among(lots[0], everyone)
+        if not (size := len(among)):
+            continue
+        drawn = [np.searchsorted(among, _drawn(lot)) for lot in lots]
         sizes = np.array([len(each) for each in drawn])
         if any(len(np.unique(each)) != len(each) for each in drawn):
             yield f"{here}: a record was drawn twice into one lot", 0.0
@@ -95,7 +101,30 @@ def _tests(tape: Tape, size: int) -> Iterator[tuple[str, float]]:
         pairs = len(drawn) // 2
         shared = sum(len(np.intersect1d(drawn[2 * i], drawn[2 * i + 1])) for i in range(pairs))
         yield f"{here}: successive lots share {shared} records in all", two_sided(shared, pairs * size, rate**2)
-    yield from _between_lots(tape, size)
+    yield from _between_lots(tape, everyone)
+
+
+def _among(lot: Lot, everyone: int) -> Counts:
+    """The records that could be drawn."""
+    return np.arange(everyone) if lot.among is None else np.asarray(lot.among)
+
+
+def _turns(groups: dict[tuple[str, float, int], list[Lot]], everyone: int) -> Iterator[tuple[str, float]]:
+    """Groups must stay as they are, and a record must be in the lots of its own group alone."""
+    turn_of = np.full(everyone, -1)
+    for (_, _, turn), lots in groups.items():
+        members = _among(lots[0], everyone)
+        steady = all(np.array_equal(_among(lot, everyone), members) for lot in lots)
+        yield f"group {turn} does not keep its records", float(steady)
+        yield f"a record of group {turn} is in another one too", float((turn_of[members] == -1).all())
+        turn_of[members] = turn
+        inside = all(np.isin(_drawn(lot), members).all() for lot in lots)
+        yield f"a lot of group {turn} holds others than its records", float(inside)
+
+
+def _drawn(lot: Lot) -> Counts:
+    """The numbers of the records in a lot, or of the people: made-up people come in the order of their numbers."""
+    return np.asarray(lot.indices if lot.owners is None else lot.owners.unique_consecutive())
 
 
 def _between_lots(tape: Tape, size: int) -> Iterator[tuple[str, float]]:
@@ -107,7 +136,7 @@ def _between_lots(tape: Tape, size: int) -> Iterator[tuple[str, float]]:
     for lots in by_step.values():
         for a, b in combinations(lots, 2):
             if a.rate < 1 and b.rate < 1:
-                common = len(np.intersect1d(np.asarray(a.indices), np.asarray(b.indices)))
+                common = len(np.intersect1d(_drawn(a), _drawn(b)))
                 shared[a.name, b.name, a.rate * b.rate].append(common)
     for (a_name, b_name, chance), each in shared.items():
         what = f"lots {a_name!r} and {b_name!r} of a step share {sum(each)} records in all"
@@ -141,5 +170,5 @@ def _finding(
         epsilon_claimed=plan.epsilon(),
         delta=plan.delta,
         confidence=confidence,
-        series={"lot sizes": [float(len(lot.indices)) for lot in tape.lots.values() if lot.rate < 1]},
+        series={"lot sizes": [float(len(_drawn(lot))) for lot in tape.lots.values() if lot.rate < 1]},
     )

@@ -1,7 +1,7 @@
 """What is attacked: anything that makes a trainer for a model, a loss, data and a plan."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,23 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fodp._checks import PrivacyError
+from fodp._checks import DataError
 from fodp.clipping.engine import LossFunction
 from fodp.noise import keyed_from
 from fodp.plan import Plan
 from fodp.training.trainer import Trainer
 
-MakeTrainer = Callable[[nn.Module, LossFunction, Any, Plan], Trainer]
-"""(model, loss_fn, dataset, plan) to a fresh trainer: the pipeline under audit."""
+MakeTrainer = Callable[..., Trainer]
+"""(model, loss_fn, dataset, plan) to a fresh trainer: the pipeline under audit. For a plan whose unit is a person it is
+also given `owners`, for the Trainer."""
 
 
-def plain_trainer(model: nn.Module, loss_fn: LossFunction, dataset: Any, plan: Plan) -> Trainer:
+def plain_trainer(
+    model: nn.Module, loss_fn: LossFunction, dataset: Any, plan: Plan, owners: Sequence[int | str] | None = None
+) -> Trainer:
     """`fodp.Trainer` with nothing added; methods that score proposals get a made-up public score."""
 
     def made_up() -> float:
         return sum(float(p.detach().double().sin().sum()) for p in model.parameters())
 
-    return Trainer(model, loss_fn, dataset, plan, public_score=made_up if plan.algorithm.proposes else None)
+    score = made_up if plan.algorithm.has_acceptance_test else None
+    return Trainer(model, loss_fn, dataset, plan, owners=owners, public_score=score)
 
 
 class Canvas(nn.Module):
@@ -64,23 +68,42 @@ def rehearsal(plan: Plan, seed: int, secure: bool | None = None, **changes: Any)
     `secure` None leaves a secure plan secure and a seeded one seeded, with the audit's seed.
     """
     stays_secure = plan.seed is None if secure is None else secure
+    if "sampling_rate" in changes:  # a record whose turn it is can be drawn with certainty at most
+        changes["sampling_rate"] = min(changes["sampling_rate"], 1 / plan.algorithm.turns)
     return replace(plan, accountant="rdp", **{"seed": None if stays_secure else seed, **changes})
 
 
-def made(make: MakeTrainer, model: nn.Module, loss_fn: LossFunction, dataset: Any, plan: Plan, seed: int) -> Trainer:
+def made(
+    make: MakeTrainer,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    dataset: Any,
+    plan: Plan,
+    seed: int,
+    owners: Sequence[int | str] | None = None,
+) -> Trainer:
     """A fresh trainer of the pipeline under audit; a secure one takes its key from the audit's seed, to be repeatable.
 
-    The code that runs is that of secure runs; only where the key comes from differs.
+    The code that runs is that of secure runs; only where the key comes from differs. Records that are not finite are
+    taken: attacks plant them, and a pipeline whose data holds one must keep its promise all the same.
     """
     key = hashlib.blake2b(b"%d" % seed, digest_size=32, person=b"fodp.audit").digest()
     with keyed_from(key) if plan.seed is None else nullcontext():
-        return make(model, loss_fn, dataset, plan)
+        whose = {"owners": owners} if plan.unit == "person" else {}
+        trainer = make(model, loss_fn, dataset, plan, **whose)
+    trainer.allow_non_finite = True
+    return trainer
 
 
 def painted(make: MakeTrainer, canvas: "Canvas", records: int | Tensor, plan: Plan, seed: int) -> Trainer:
-    """The pipeline on painted gradients, without its augmentation: that is written for real records."""
+    """The pipeline on painted gradients, without its augmentation: that is written for real records.
+
+    Where the unit is a person, each has what is painted for them twice.
+    """
     numbers = torch.arange(records) if isinstance(records, int) else records
-    trainer = made(make, canvas, Canvas.losses, TensorDataset(numbers), plan, seed)
+    if plan.unit == "person":
+        numbers = numbers.repeat_interleave(2)
+    trainer = made(make, canvas, Canvas.losses, TensorDataset(numbers), plan, seed, numbers.tolist())
     trainer.run.set_augmentation_aside()
     return trainer
 
@@ -90,4 +113,4 @@ def columns(dataset: Any) -> tuple[Tensor, ...]:
     found = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if isinstance(found, tuple) and found and all(isinstance(column, Tensor) for column in found):
         return found
-    raise PrivacyError(f"an audit adds and removes rows: give a TensorDataset or tensors, got {type(dataset).__name__}")
+    raise DataError(f"an audit adds and removes rows: give a TensorDataset or tensors, got {type(dataset).__name__}")

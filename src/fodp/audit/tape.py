@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fodp.audit.report import Progress, silent, stepping
-from fodp.mechanism import Query
 from fodp.plan import Plan
+from fodp.queries import Query
+from fodp.ranks import refuse_group
 from fodp.sampling import Lot
 from fodp.training.callbacks import Callback
 from fodp.training.trainer import Trainer
@@ -59,9 +60,11 @@ def record(
 ) -> Tape:
     """Train for `steps` steps, or to the end of the plan, and keep the tape.
 
-    With `of`, replay that tape on the same data without row `without`. `watch` also keeps all that leaves the
+    With `of`, replay that tape on the same data without row `without`, or without the person who comes there in the
+    order of their first records. `watch` also keeps all that leaves the
     run after each step.
     """
+    refuse_group("an audit")
     tape = Tape()
     last = trainer.plan.steps if steps is None else steps
     _record_draws(trainer, tape, of, without)
@@ -93,7 +96,8 @@ def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -
 
     def taped_draw(rate: float | None = None, name: str = "") -> Lot:
         lot = draw(rate, name)
-        if of is not None and (run.step, lot.name) in of.lots:
+        # What is drawn for people is a function of their names: one less must change nothing, and nothing is exchanged.
+        if of is not None and lot.owners is None and (run.step, lot.name) in of.lots:
             drawn = of.lots[run.step, lot.name].indices
             others = drawn[drawn != without]
             # The run knows this very lot, so its records are exchanged in place. They keep their numbers, under which
@@ -111,7 +115,8 @@ def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -
                 tape.uniforms[run.step, name] = (numbers, last[0])
             return numbers
         numbers, lot = of.uniforms[run.step, name]
-        return numbers if len(numbers) == count else numbers[lot.indices != without]
+        drawn = lot.indices if lot.owners is None else lot.owners.unique_consecutive()
+        return numbers if len(numbers) == count else numbers[drawn != without]
 
     run.draw, run.uniform = taped_draw, taped_uniform  # type: ignore[method-assign]
 

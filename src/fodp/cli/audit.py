@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp._extras import MissingExtra, need
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp._extras import MissingExtra
+from fodp._files import atomically
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from fodp import audit
-    from fodp.models import build, cross_entropy
+    from fodp.data.models import build, loss_for
 
     if options.out is not None:
         _make(Path(options.out))  # before the work, not after it
@@ -70,7 +71,14 @@ def run(options: argparse.Namespace) -> int:
         asked["confidence"] = options.confidence
     with _bars(options.quiet) as progress:
         report = audit.audit(
-            plan, build(config["model"], splits.card), cross_entropy, splits.train, canaries, progress=progress, **asked
+            plan,
+            build(config["model"], splits.card),
+            loss_for(splits.card),
+            splits.train,
+            canaries,
+            owners=splits.owners,
+            progress=progress,
+            **asked,
         )
     _show(report, options)
     return report.exit_code
@@ -83,10 +91,12 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
 
         if said:
             option = "--" + next(iter(said)).replace("_", "-")
-            raise PrivacyError(f"--run audits the configuration of that run: leave out {option}, or leave out --run")
+            raise ConfigurationError(
+                f"--run audits the configuration of that run: leave out {option}, or leave out --run"
+            )
         said = RunFolder(options.run_folder).read_config()
         if "plan" not in said:
-            raise PrivacyError(f"the configuration in {options.run_folder} lacks plan: restore a copy of it")
+            raise LedgerError(f"the configuration in {options.run_folder} lacks plan: restore a copy of it")
     elif "target_epsilon" not in said:
         said.setdefault("noise_multiplier", 1.0)
     return {**_DEFAULTS, **said}
@@ -144,8 +154,8 @@ def _write(report: "Report", folder: Path) -> str:
     from fodp.audit.plot import plot_report
 
     try:
-        (folder / "audit.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-        need("matplotlib", "a picture", extra="plots")
+        with atomically(folder / "audit.json") as part:  # readable by its owner only
+            part.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
         plot_report(report, folder / "audit.png")
     except OSError as error:
         raise _cannot_write(folder, error) from None
@@ -163,4 +173,4 @@ def _make(folder: Path) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> PrivacyError:
-    return PrivacyError(f"{folder} cannot be written ({error.strerror}): choose another --out")
+    return ConfigurationError(f"{folder} cannot be written ({error.strerror}): choose another --out")

@@ -1,4 +1,4 @@
-"""`fodp export`: what may be published of a run: weights and the privacy card, nothing else."""
+"""`fodp export`: what may be published of a run: weights, the privacy card and how to predict, nothing else."""
 
 import argparse
 from pathlib import Path
@@ -18,5 +18,7 @@ def run(options: argparse.Namespace) -> int:
     card = export(Path(options.run_folder), Path(options.file))
     spent = f"epsilon {rounded_up(card['epsilon'])} at delta {rounded_up(card['delta'], 6)}"
     print(f"wrote {options.file}: {spent}, {card['randomness']}")
-    print("It holds the weights and the privacy card, no key and no private quantity.")
+    print("It holds the weights, the privacy card and what predicting takes; no key and no private quantity.")
+    if "loader" in card:
+        print(f"To predict with it:\n\n{card['loader']}")
     return 0

@@ -3,33 +3,40 @@
 import argparse
 import ast
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, LedgerError
+from fodp._imports import import_modules
 from fodp.accounting import MOST_STEPS
+from fodp.data.cards import default_rate
+from fodp.data.schema import read_schema
 
 if TYPE_CHECKING:
-    from fodp.data import Splits
+    from fodp.data import Card, Splits
     from fodp.plan import Plan
 
 DEFAULTS: dict[str, Any] = dict(
     dataset="digits", model="mlp", method="fo-dp-sgd", delta=1e-5, clip_norm=1.0, accountant="pld"
 )
 
+_TABLES = (".csv", ".tsv")
 _OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads")
 
 
 def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     """The options. None has a default here, so that what the user said can be told from what was left open."""
     add = parser.add_argument
-    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100, svhn, or your own .npz")
+    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100 or svhn")
     add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
     add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
     add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
-    add("--lr", type=float, help="learning rate (default: the method's)")
+    add_import(parser)
+    add("--lr", type=_rate, help="learning rate (default: the method's), or auto with --shape fan-in")
+    add("--shape", metavar="SHAPE", help="of the query: none, fan-in, or public numbers for each parameter (0.5,1,1)")
     add("--epochs", type=float, help=f"passes over the data, default {epochs:g}; steps = round(epochs / q)")
     add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")
     add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself")
@@ -45,9 +52,34 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
         help="nothing leaks through the low bits of the noise, which takes longer",
     )
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
-    add("--assume-size", type=int, metavar="N", help="public size of your own data")
-    add("--classes", type=int, metavar="N", help="public number of classes of your own data")
+    own = parser.add_argument_group("your own data (docs/your-data.md)")
+    own.add_argument("--data", metavar="FILE", help="an .npz of images or features, or a table (.csv, .tsv)")
+    own.add_argument("--target", metavar="COLUMN", help="of a table: the column to predict")
+    own.add_argument("--schema", metavar="FILE", help="of a table: its public bounds and values (.toml, .json)")
+    own.add_argument("--test-data", metavar="FILE", help="a public table to score on (default: no scores)")
+    own.add_argument("--assume-size", type=int, metavar="N", help="public size of the data")
+    own.add_argument("--classes", type=int, metavar="N", help="of an .npz: public number of classes")
+    people = parser.add_argument_group("people with several records (docs/people.md)")
+    people.add_argument(
+        "--records-per-person", type=int, metavar="M", help="protect people; use M records of each a step"
+    )
+    people.add_argument(
+        "--owners", metavar="FILE|COLUMN", help="whose each record is: a .npy or text file; of a table a column"
+    )
+    people.add_argument("--person-gradient", metavar="HOW", help="mean (default) or sum of a person's records")
+    people.add_argument("--assume-people", type=int, metavar="N", help="public number of people")
     add("--threads", type=int, metavar="N", help="threads of PyTorch")
+
+
+def _rate(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """The option by which a command knows methods of the user's own; `main` follows it before the command runs."""
+    parser.add_argument(
+        "--import", action="append", metavar="MODULE", help="your own module, for methods and layer rules it registers"
+    )
 
 
 def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]:
@@ -55,6 +87,12 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
     said = {k: v for k, v in vars(options).items() if v is not None and k not in _OF_THE_COMMAND and k not in apart}
     if "set" in said:
         said["set"] = dict(setting(item) for item in said["set"])
+    if "schema" in said:  # a run keeps what the file said when it began
+        said["schema"] = read_schema(said["schema"]).to_dict()
+    if "data" in said:
+        if "dataset" in said:
+            raise ConfigurationError("--dataset names a data set of fodp, --data a file of your own: give one of them")
+        said["dataset"] = said.pop("data")
     return said
 
 
@@ -84,7 +122,7 @@ def setting(item: str) -> tuple[str, Any]:
     """NAME=VALUE, the value as Python reads it, else as text."""
     name, equals, text = item.partition("=")
     if not equals or not name:
-        raise PrivacyError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
+        raise ConfigurationError(f"--set takes NAME=VALUE, for example --set beta=0.9; got {item!r}")
     try:
         return name.strip(), ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -92,11 +130,42 @@ def setting(item: str) -> tuple[str, Any]:
 
 
 def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
+    """The data, and whose it is where people are protected."""
+    splits = _load_records(config, options)
+    if config.get("records_per_person") is None:
+        for option in ("owners", "person_gradient", "assume_people"):
+            if option in config:
+                raise ConfigurationError(
+                    f"--{option.replace('_', '-')} is about people with several records: add --records-per-person M, "
+                    "how many of a person's records a step uses at most"
+                )
+        return replace(splits, owners=None)
+    if "owners" in config and splits.owners is None:
+        from fodp.data.arrays import read_owners
+
+        splits = replace(splits, owners=read_owners(config["owners"], len(splits.train)))
+    if splits.owners is None:
+        raise ConfigurationError(
+            "--records-per-person is about people: say whose each record is with --owners FILE (of a table: a column)"
+        )
+    return splits
+
+
+def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     """The data; a method that scores its proposals gets a public held-out part of it."""
     from fodp.data import CARDS, load
+    from fodp.data.models import wants_flat
     from fodp.methods import find
-    from fodp.models import wants_flat
 
+    import_modules(config.get("import", ()))  # those of a run that is resumed or audited
+    method = find(config["method"])
+    if str(config["dataset"]).endswith(_TABLES):
+        if method.has_acceptance_test:
+            raise _no_held_out_part(config)
+        return _load_table(config)
+    for option in ("target", "schema", "test_data"):
+        if option in config:
+            raise ConfigurationError(f"--{option.replace('_', '-')} is for a table: --data FILE.csv")
     words: dict[str, Any] = dict(
         assume_size=config.get("assume_size"),
         classes=config.get("classes"),
@@ -104,15 +173,45 @@ def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
         progress=not options.quiet,
     )
     splits = load(config["dataset"], options.data_dir, **words)
-    if not find(config["method"]).proposes or len(splits.validation):
+    if not method.has_acceptance_test or len(splits.validation):
         return splits
     if config["dataset"] not in CARDS:
-        raise PrivacyError(
-            f"{config['method']} scores proposals on a public held-out split, which your own data does not have: "
-            "use another method, or fodp.Trainer with public_score"
-        )
+        raise _no_held_out_part(config)
     # A sixth of the data is declared public and held out, and the public card says so.
     return load(config["dataset"], options.data_dir, train_size=splits.card.train_size * 5 // 6, **words)
+
+
+def _no_held_out_part(config: dict[str, Any]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{config['method']} scores proposals on a public held-out split, which your own data does not have: "
+        "use another method, or fodp.Trainer with public_score"
+    )
+
+
+def _load_table(config: dict[str, Any]) -> "Splits":
+    from fodp.data.tables import from_table, unused_columns
+
+    path = config["dataset"]
+    if "schema" not in config or "target" not in config:
+        raise ConfigurationError(
+            f"for the table {path} add --schema FILE, with the public bounds and values of its columns, and --target "
+            "COLUMN: taken from the data they would reveal who is in it (docs/your-data.md)"
+        )
+    if "classes" in config:
+        raise ConfigurationError("--classes is for an .npz; of a table the schema says the values of the target")
+    schema = read_schema(config["schema"])
+    splits = from_table(
+        path,
+        schema,
+        config["target"],
+        public_size=config.get("assume_size"),
+        test=config.get("test_data"),
+        owner=config.get("owners"),
+    )
+    unused = [name for name in unused_columns(path, schema) if name != config.get("owners")]
+    if unused:
+        print(f"columns that the schema does not name are not used: {', '.join(unused)}", file=sys.stderr)
+    return splits
 
 
 def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
@@ -121,12 +220,13 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
 
     if "plan" in config:
         return _stored_plan(config)
-    card = splits.card
+    card = splits.card if config.get("records_per_person") is None else _card_of_people(config, splits.card)
     rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
     public: dict[str, Any] = dict(
         sampling_rate=rate,
         steps=_steps(config["epochs"], rate),
         lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
+        **_unit(config),
         clip_norm=config["clip_norm"],
         delta=config["delta"],
         method=config["method"],
@@ -139,8 +239,30 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         return Plan.calibrated(target_epsilon=config["target_epsilon"], **public)
     plan = Plan(noise_multiplier=config["noise_multiplier"], **public)
     if not math.isfinite(plan.epsilon()):
-        raise PrivacyError(f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise")
+        raise ConfigurationError(
+            f"no finite epsilon holds for --noise-multiplier {plan.noise_multiplier:g}: use more noise"
+        )
     return plan
+
+
+def _unit(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("records_per_person") is None:
+        return {}
+    how = config.get("person_gradient", "mean")
+    return dict(unit="person", records_per_person=config["records_per_person"], person_gradient=how)
+
+
+def _card_of_people(config: dict[str, Any], card: "Card") -> "Card":
+    """The public numbers with people in place of records: rates and lots are theirs."""
+    if "assume_people" in config:
+        people = _checks.whole("--assume-people", config["assume_people"])
+        return replace(card, train_size=people, sampling_rate=default_rate(people))
+    if {"sampling_rate", "lot_size"} - config.keys():
+        raise ConfigurationError(
+            "--assume-people N says how many people there are, as a public number: counted from the data it would "
+            "reveal who is in it (or give --sampling-rate and --lot-size, both of people)"
+        )
+    return card
 
 
 def _stored_plan(config: dict[str, Any]) -> "Plan":
@@ -150,34 +272,37 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
     try:
         plan = Plan(**config["plan"])
     except TypeError as error:
-        raise PrivacyError(f"the run's configuration holds no plan ({error}): restore a copy of it") from None
+        raise LedgerError(f"the run's configuration holds no plan ({error}): restore a copy of it") from None
     said = {name: config[name] for name in plan.to_dict() if name in config}
     if said.get("noise_multiplier", 0) is None:
         del said["noise_multiplier"]
     for name, value in {**said, "steps": _steps(config["epochs"], plan.sampling_rate)}.items():
         if value != getattr(plan, name):
-            raise PrivacyError(
+            raise LedgerError(
                 f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
                 "a copy of it"
             )
     params = _said_params(config)
     if replace(plan, params={**plan.params, **params}) != plan:
-        raise PrivacyError(
+        raise LedgerError(
             f"the run's configuration says {_checks.shown(params)}, its plan something else: restore a copy of it"
         )
     return plan
 
 
 def _said_params(config: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of the method, of which the learning rate has an option of its own."""
+    """Parameters of the method, of which the learning rate and the shape have options of their own."""
     params = config.get("set", {})
     if not isinstance(params, dict):
-        raise PrivacyError(f"the run's configuration says set {_checks.shown(params)}: restore a copy of it")
-    return {**params, **({"lr": config["lr"]} if "lr" in config else {})}
+        raise LedgerError(f"the run's configuration says set {_checks.shown(params)}: restore a copy of it")
+    shape = {"shape": setting(f"shape={config['shape']}")[1]} if "shape" in config else {}
+    return {**params, **shape, **({"lr": config["lr"]} if "lr" in config else {})}
 
 
 def _steps(epochs: Any, rate: float) -> int:
     steps = _checks.positive("--epochs", epochs) / rate
     if steps > MOST_STEPS:
-        raise PrivacyError(f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
+        raise ConfigurationError(
+            f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps"
+        )
     return max(1, round(steps))

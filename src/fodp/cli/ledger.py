@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp._checks import PrivacyError
+from fodp import _checks
+from fodp._checks import BudgetError, ConfigurationError, LedgerError
+from fodp.cli.job import add_import
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fodp.ledger import Ledger
 
 EPILOG = """examples:
@@ -34,7 +38,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "accept-rollback": "go on with a restored copy that is older than what was known; every card will say so",
     }
     for action, text in helps.items():
-        add = actions.add_parser(action, help=text, description=text).add_argument
+        sub = actions.add_parser(action, help=text, description=text)
+        add = sub.add_argument
         add("file", metavar="FILE", help="the ledger (a file, or postgresql://…), or the folder of a run")
         if action == "show":
             add("--page", type=int, default=1, metavar="N", help="older runs, page by page; default 1, the newest")
@@ -49,7 +54,9 @@ def options(parser: argparse.ArgumentParser) -> None:
             add("--no-budget", action="store_true", help="write down without a limit, if this is its first charge")
             add("--method", metavar="NAME", default="dp-sgd", help="of each run, default dp-sgd")
             add("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the method")
+            add_import(sub)
             add("--mean", type=float, required=True, metavar="M", help="mean number of runs")
+            add("--unit", default="record", metavar="UNIT", help="record (default) or person: that of the runs' plans")
             add("--shape", type=float, default=1.0, help="1 geometric (default), 0 logarithmic, inf Poisson")
             add("--sampling-rate", type=float, required=True, metavar="Q", help="of each run")
             add(
@@ -63,7 +70,7 @@ def parse_budget(text: str) -> tuple[float, float]:
     try:
         epsilon, delta = (float(part) for part in text.split(","))
     except ValueError:
-        raise PrivacyError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
+        raise ConfigurationError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
     return epsilon, delta
 
 
@@ -88,7 +95,7 @@ def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budg
     if ledger is None or ledger.store.of_data(dataset) == DataState():
         known = "" if ledger is None else known_names(ledger)
         told = f"knows {known}" if known else "is new"
-        raise PrivacyError(
+        raise BudgetError(
             f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
             "--no-budget to write down without a limit"
         )
@@ -131,7 +138,7 @@ def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
 
     records = summary(ledger, dataset)
     if dataset is not None and not records:
-        raise PrivacyError(f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}")
+        raise LedgerError(f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}")
     return records
 
 
@@ -155,7 +162,7 @@ def _check(options: argparse.Namespace, ledger: "Ledger") -> int:
     elif not found:
         print(f"{ledger.path}: {entries} entries, chain and sums are right")
     if found and not options.json:
-        raise PrivacyError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
+        raise LedgerError(f"{ledger.path} cannot be believed: {'; '.join(found[:3])}: restore a copy of it")
     return 2 if found else 0
 
 
@@ -163,7 +170,9 @@ def _release(options: argparse.Namespace, ledger: "Ledger") -> int:
     begun = {entry.run for entry in ledger.store.select("run") if entry.run.startswith(options.held_by)}
     held = sorted(run for run in begun if ledger.store.of_run(run).holds)
     if len(held) > 1:
-        raise PrivacyError(f"{options.held_by!r} may be {' or '.join(run[:20] for run in held[:3])}: write more of it")
+        raise ConfigurationError(
+            f"{options.held_by!r} may be {' or '.join(run[:20] for run in held[:3])}: write more of it"
+        )
     hold = ledger.release(held[0] if held else options.held_by)
     if options.json:
         print(json.dumps({"run": hold.run, "dataset": hold.dataset, "left": ledger.left(hold.dataset)}))
@@ -183,16 +192,18 @@ def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
 
 
 def _select(options: argparse.Namespace, path: Path | str) -> int:
-    from fodp.budget import Repetitions
+    from fodp.accounting.budget import Repetitions
     from fodp.cli.job import public_plan
     from fodp.ledger import Ledger
+    from fodp.plan import UNITS
 
+    _checks.one_of("--unit", options.unit, UNITS)
     repetitions = Repetitions(options.mean, options.shape)
     phases = public_plan(options, noise_multiplier=options.noise_multiplier).events()
     refuse_unguarded(path, options.dataset_name, options.budget, options.no_budget)
     wanted = None if options.budget is None else parse_budget(options.budget)
     ledger = Ledger(path, dataset=options.dataset_name, budget=wanted)
-    charge, count = ledger.charge_selection(phases, repetitions), repetitions.draw()
+    charge, count = ledger.charge_selection(phases, repetitions, unit=options.unit), repetitions.draw()
     left = ledger.left(options.dataset_name)
     if options.json:
         print(json.dumps({"charge": charge, "runs": count, "left": left if left <= 1 else None}))
@@ -204,7 +215,7 @@ def _select(options: argparse.Namespace, path: Path | str) -> int:
 
 def _table(records: list[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
     from fodp.accounting import rounded_up
 
@@ -212,20 +223,28 @@ def _table(records: list[dict[str, Any]]) -> None:
     for record in records:
         console.print(_summary(record), soft_wrap=True)
     for record in filter(lambda record: record["run_count"], records):
-        table = Table("began", "run", "who", "what", "steps", "epsilon", "share", "state", title=record["dataset"])
+        table = _columns(record["dataset"])
         for row in record["runs"]:
-            what = f"{row['about'].get('method', '')}, {row['about'].get('randomness', '')}"
-            epsilon = f"{rounded_up(row['epsilon'])} at {rounded_up(row['delta'], 6)}"
+            run = f"{row['run'][:12]}\n{row['began']}\n{row['who']}"
+            what = f"{row['about'].get('method', '')}\n{row['about'].get('randomness', '')}"
+            epsilon = f"{rounded_up(row['epsilon'])}\nat {rounded_up(row['delta'], 6)}"
             steps = f"{row['steps']} of {row['planned']}"
-            table.add_row(row["began"], row["run"][:12], row["who"], what, steps, epsilon, _share(row), row["state"])
+            table.add_row(*map(Text, (run, what, steps, epsilon, _share(row), row["state"])))
         for row in record["selections"]:
+            run = f"selection\n{row['began']}\n{row['who']}"
             what = f"best of a random number, mean {row['mean']:g}"
-            table.add_row(
-                row["began"], "selection", row["who"], what, "", rounded_up(row["epsilon"]), _share(row), "charged"
-            )
+            table.add_row(*map(Text, (run, what, "", rounded_up(row["epsilon"]), _share(row), "charged")))
         console.print(table)
         if record["page"] is not None and record["pages"] > 1:
             console.print(f"page {record['page']} of {record['pages']}, newest first: --page N, or --all")
+
+
+def _columns(title: str) -> "Table":
+    """Eighty columns are enough for names of methods and runs; what is longer goes on in the next line."""
+    from rich.table import Column, Table
+
+    titles = ("run, began, who", "what", "steps", "epsilon", "share", "state")
+    return Table(*(Column(title, overflow="fold") for title in titles), title=title, show_lines=True)
 
 
 def _summary(record: dict[str, Any]) -> str:

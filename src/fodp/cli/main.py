@@ -1,13 +1,19 @@
 """`fodp`: parse, dispatch, and turn every user error into one clear line with exit code 2."""
 
 import argparse
+import io
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fodp
-from fodp._checks import PrivacyError
-from fodp._malloc import keep_freed_memory
+from fodp._checks import ConfigurationError, PrivacyError
+from fodp._imports import import_modules
+from fodp.cli._malloc import keep_freed_memory
+
+_UNEXPECTED = 70  # sysexits.h: an internal software error; 1 would say that an audit found a violation
 
 
 class _Parser(argparse.ArgumentParser):
@@ -17,11 +23,11 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **words: Any) -> Any:
         if self.refusal is not None:
-            raise PrivacyError(self.refusal)
+            raise ConfigurationError(self.refusal)
         return super().parse_known_args(*args, **words)
 
     def error(self, message: str) -> NoReturn:
-        raise PrivacyError(f"{message} (see {self.prog} --help)")
+        raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,25 +58,43 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 for success, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run a command and return its exit code, as docs/exit-codes.md lists them.
+
+    0 success, 1 an audit found a violation, 2 what the user can mend, 70 a mistake of ours, 128 + n signal n.
+    """
+    _print_anything()
     try:
         options = build_parser().parse_args(arguments)
         keep_freed_memory()
+        import_modules(getattr(options, "import", None) or ())
         return int(options.run(options))
     except PrivacyError as error:
         print(f"fodp: {_one_line(error)}", file=sys.stderr)
         return 2
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        print("fodp: not enough memory: use a smaller model or window, or --microbatch", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("fodp: interrupted", file=sys.stderr)
-        return 130
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right
         return 0
+    except Exception as error:
+        if _is_out_of_memory(error):
+            print("fodp: not enough memory: use a smaller model or window, or --microbatch", file=sys.stderr)
+            return 2
+        traceback.print_exc()
+        print(
+            "fodp: this should not have happened. If your own code is not in the traceback above, report it; a run "
+            "that had begun can be resumed, and what it used stays charged",
+            file=sys.stderr,
+        )
+        return _UNEXPECTED
+
+
+def _print_anything() -> None:
+    """Replace what the terminal or pipe cannot show (ASCII under cron, names of files that are no text)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _one_line(error: PrivacyError) -> str:
@@ -79,7 +103,8 @@ def _one_line(error: PrivacyError) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+    said = str(error) if isinstance(error, RuntimeError) else ""  # PyTorch's own
+    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 if __name__ == "__main__":

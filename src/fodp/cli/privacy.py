@@ -3,18 +3,26 @@
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fodp import accounting
-from fodp._checks import PrivacyError
-from fodp.accounting import ACCOUNTANTS
-from fodp.cli.job import public_plan
+from fodp._checks import ConfigurationError
+from fodp._extras import need
+from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.cli.job import add_import, public_plan
+from fodp.cli.waiting import slow_note
 
 EPILOG = """examples:
   fodp epsilon --noise-multiplier 1.1 --sampling-rate 0.04 --steps 6250 --beta 0.9
   fodp calibrate --target-epsilon 8 --sampling-rate 0.04 --steps 1000 --method dp-sam
 
-Without --method: DP-SGD, or FO-DP-SGD with --beta. Methods that ask more than one question per step cost more."""
+Without --method: FO-DP-SGD with beta 0.9, as `fodp train` and `Plan`; --beta 1 is DP-SGD. Methods that ask more than
+one question per step cost more."""
+
+# Of fo-dp-sgd, the default method; said here again because methods take a second to import.
+DEFAULT_BETA = 0.9
+FO_NOISE_MEANING = "the paper's σ: noise std over C; the event's multiplier is σ/β"
 
 if TYPE_CHECKING:
     from fodp.plan import Plan
@@ -29,9 +37,10 @@ def _shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampling-rate", type=float, required=True, metavar="Q", help="probability q of an example")
     parser.add_argument("--steps", type=int, required=True, metavar="T", help="number of steps")
     parser.add_argument("--delta", type=float, default=1e-5, help="default 1e-5")
-    parser.add_argument("--beta", type=float, default=1.0, help="mixing of FO-DP-SGD, default 1 (DP-SGD)")
+    parser.add_argument("--beta", type=float, help=f"mixing of FO-DP-SGD, default {DEFAULT_BETA:g}; 1 is DP-SGD")
     parser.add_argument("--method", metavar="NAME", help="another private optimizer (see `fodp methods`)")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a parameter of --method")
+    add_import(parser)
     parser.add_argument("--accountant", default="pld", metavar="NAME", help=f"{', '.join(ACCOUNTANTS)}; default pld")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -40,6 +49,9 @@ def epsilon_options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp epsilon`."""
     parser.add_argument("--noise-multiplier", type=float, required=True, metavar="SIGMA", help="noise over C")
     _shared_options(parser)
+    parser.add_argument(
+        "--second-opinion", action="store_true", help="compute epsilon with Google's dp-accounting, too (fodp[check])"
+    )
 
 
 def calibrate_options(parser: argparse.ArgumentParser) -> None:
@@ -50,60 +62,96 @@ def calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def run_epsilon(options: argparse.Namespace) -> int:
     """Print ε."""
-    if options.method is not None:
-        plan = public_plan(_without_beta(options), noise_multiplier=options.noise_multiplier)
-        _show(options.json, plan.epsilon(), _numbers(plan))
-        return 0
-    public = _public(options)
-    epsilon = accounting.epsilon(noise_multiplier=options.noise_multiplier, **public)
-    _show(options.json, epsilon, {"noise_multiplier": options.noise_multiplier, **public})
+    with slow_note("adding up privacy losses"):
+        if options.method is not None:
+            plan = public_plan(_without_beta(options), noise_multiplier=options.noise_multiplier)
+            phases, epsilon, numbers = plan.events(), plan.epsilon(), _numbers(plan)
+        else:
+            numbers = {"noise_multiplier": options.noise_multiplier, **_public(options)}
+            epsilon = accounting.epsilon(**numbers)
+            phases = (
+                Phase((Event(options.sampling_rate, options.noise_multiplier / numbers["beta"]),), options.steps),
+            )
+        other = _second_opinion(phases, options.delta, options.accountant) if options.second_opinion else None
+    _show(options, epsilon, numbers, other)
     return 0
+
+
+def _second_opinion(phases: Sequence[Phase], delta: float, accountant: str) -> float:
+    """The ε that dp-accounting finds for the same releases: by loss distributions, or by Rényi divergences."""
+    need("dp_accounting", "--second-opinion", extra="check")
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+    from dp_accounting.rdp import RdpAccountant
+
+    theirs = PLDAccountant() if accountant == "pld" else RdpAccountant()
+    for phase in phases:
+        for event in phase.events:
+            release = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+            theirs.compose(dp_accounting.PoissonSampledDpEvent(event.sampling_rate, release), phase.times)
+    return float(theirs.get_epsilon(delta))
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Print σ and the ε it really has."""
-    if options.method is not None:
-        plan = public_plan(_without_beta(options), target_epsilon=options.target_epsilon)
-        _show(options.json, plan.epsilon(), _numbers(plan))
-        return 0
-    public = _public(options)
-    sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
-    epsilon = accounting.epsilon(noise_multiplier=sigma, **public)
-    _show(options.json, epsilon, {"noise_multiplier": sigma, **public})
+    with slow_note("calibrating the noise"):
+        if options.method is not None:
+            plan = public_plan(_without_beta(options), target_epsilon=options.target_epsilon)
+            epsilon, numbers = plan.epsilon(), _numbers(plan)
+        else:
+            public = _public(options)
+            sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
+            numbers = {"noise_multiplier": sigma, **public}
+            epsilon = accounting.epsilon(**numbers)
+    _show(options, epsilon, numbers)
     return 0
 
 
 def _without_beta(options: argparse.Namespace) -> argparse.Namespace:
-    if options.beta != 1:
-        raise PrivacyError("--beta goes without --method; with it, say --set beta=VALUE")
+    if options.beta is not None:
+        raise ConfigurationError("--beta goes without --method; with it, say --set beta=VALUE")
     return options
 
 
 def _numbers(plan: "Plan") -> dict[str, Any]:
     names = ("noise_multiplier", "sampling_rate", "steps", "delta", "method", "accountant")
-    return {name: getattr(plan, name) for name in names}
+    numbers = {name: getattr(plan, name) for name in names}
+    if "beta" in plan.params:
+        numbers["beta"] = plan.params["beta"]
+    described = plan.algorithm.describe()
+    if "bands" in described:  # chosen by the plan, perhaps: without them sigma means nothing
+        numbers["bands"] = described["bands"]
+    return {**numbers, "noise_meaning": plan.algorithm.noise_meaning}
 
 
 def _public(options: argparse.Namespace) -> dict[str, Any]:
     if options.set:
-        raise PrivacyError("--set is for the parameters of --method: say which")
-    names = ("sampling_rate", "steps", "delta", "beta", "accountant")
-    return {name: getattr(options, name) for name in names}
+        raise ConfigurationError("--set is for the parameters of --method: say which")
+    names = ("sampling_rate", "steps", "delta", "accountant")
+    beta = DEFAULT_BETA if options.beta is None else options.beta
+    return {**{name: getattr(options, name) for name in names}, "beta": beta}
 
 
-def _show(as_json: bool, epsilon: float, numbers: dict[str, Any]) -> None:
+def _show(options: argparse.Namespace, epsilon: float, numbers: dict[str, Any], other: float | None = None) -> None:
     if not math.isfinite(epsilon):
-        raise PrivacyError(
+        raise ConfigurationError(
             f"no finite epsilon holds for noise multiplier {numbers['noise_multiplier']:g} at delta "
             f"{numbers['delta']:g}: use more noise or a larger delta"
         )
-    if as_json:
-        print(json.dumps({"epsilon": epsilon, **numbers}))
+    numbers = {"method": "fo-dp-sgd", "noise_meaning": FO_NOISE_MEANING, **numbers}
+    if options.json:
+        second = {} if other is None else {"second_opinion": other if math.isfinite(other) else None}
+        print(json.dumps({"epsilon": epsilon, **second, **numbers}))
         return
     print(f"epsilon {accounting.rounded_up(epsilon, 6)} at delta {accounting.rounded_up(numbers['delta'], 6)}")
-    which = f"method {numbers['method']}" if "method" in numbers else f"beta {numbers['beta']:g}"
+    if other is not None:
+        print(f"second opinion: epsilon {accounting.rounded_up(other, 6)} by dp-accounting")
+    beta = f" with beta {numbers['beta']}" if "beta" in numbers else ""
+    beta += f" with {numbers['bands']} bands" if "bands" in numbers else ""
+    same = " (the same as DP-SGD)" if numbers.get("beta") == 1 else ""
     print(
-        f"noise multiplier {numbers['noise_multiplier']:.6g}, {which}, "
+        f"method {numbers['method']}{beta}{same}, noise multiplier {numbers['noise_multiplier']:.6g}, "
         f"sampling rate {numbers['sampling_rate']:g}, {numbers['steps']} steps, accountant {numbers['accountant']}"
     )
+    print(f"The noise multiplier is {numbers['noise_meaning']}.")
     print(_COVERS)

@@ -2,26 +2,40 @@
 
 import argparse
 import json
+import math
 import os
+import secrets
+import signal
 import sys
 import time
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, LedgerError
 from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
 from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
+from fodp.cli.ranks import joined
 
 if TYPE_CHECKING:
+    from fodp.data import Splits
+    from fodp.ledger import Ledger
     from fodp.plan import Plan
+    from fodp.ranks import Alone
+    from fodp.training.callbacks import Callback
+    from fodp.training.folder import RunFolder
+    from fodp.training.trainer import Trainer
 
 EPILOG = """examples:
   fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5
   fodp train --preset paper --dataset cifar10 --set beta=1 --seed 0 --out runs/paper
   fodp train --resume --out runs/paper
+  fodp train --data patients.csv --schema schema.toml --target disease --target-epsilon 3
+  fodp train --data visits.csv --schema schema.toml --target disease --target-epsilon 3 \
+             --owners patient --records-per-person 4 --assume-people 5000
 
 With --target-epsilon alone the noise is calibrated to it; with --noise-multiplier as well, training stops
 before the target would be exceeded. Without --seed masks and noise come from the operating system's entropy."""
@@ -36,8 +50,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait")
-_OF_THE_RUN = {"plan", "run", "fodp"}  # written beside the options
+_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait", "rank_timeout")
+_OF_THE_RUN = {"plan", "run", "fodp", "card", "model_code"}  # written beside the options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--preset", metavar="NAME", help="paper: the paper's protocol")
     add("--seed", type=int, help="research mode: repeatable, not private against who knows the seed")
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
+    add("--early-stopping", type=int, metavar="N", help="stop after N public scores without a better one; same epsilon")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
     add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
@@ -60,7 +75,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
-    add("--out", metavar="DIR", help="run folder (default: runs/<time>)")
+    add("--rank-timeout", type=float, metavar="SECONDS", help="under torchrun: wait so long for a rank, default 300")
+    add("--out", metavar="DIR", help="run folder (default: a fresh one under runs/)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
     add("--quiet", action="store_true", help="no progress bar")
@@ -68,58 +84,87 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and say what came out and what it cost."""
-    if options.resume and not options.out:
-        raise PrivacyError("--resume needs the run folder: add --out DIR")
-    config = _stored_config(options) if options.resume else _new_config(options)
+    from fodp.training.folder import RunFolder
 
+    if options.resume and not options.out:
+        raise ConfigurationError("--resume needs the run folder: add --out DIR")
+    with joined(options.rank_timeout) as ranks:
+        first = ranks is None or ranks.is_first
+        if ranks is not None and options.wait:
+            raise ConfigurationError("--wait is for one process: other ranks would wait too long for the first")
+        folder = RunFolder(options.out or _fresh_name())
+        config = _stored_config(options) if options.resume else _new_config(options)
+        try:
+            if options.resume and first:
+                folder.take()  # before the ledger: whoever opens the run there takes it from others
+            return _train(options, config, folder, ranks)
+        finally:
+            folder.leave()
+
+
+def _fresh_name() -> Path:
+    """Of a run's folder: the time, and something that two runs of one second do not share."""
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+
+
+def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Alone | None") -> int:
     import torch
 
-    from fodp.cli.bookkeeping import open_ledger, resume, share_left
-    from fodp.models import accuracy, build, cross_entropy
+    from fodp.cli.rehearsal import rehearse
+    from fodp.data.models import build, loss_for, source_code
+    from fodp.ranks import ALONE
     from fodp.training.bookkeeping import seed_mark
-    from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, Progress
-    from fodp.training.folder import RunFolder
-    from fodp.training.rehearsal import rehearse
+    from fodp.training.callbacks import Checkpoint, CSVLog, Progress
+    from fodp.training.scores import accuracy
     from fodp.training.trainer import Trainer
 
+    ranks = ranks or ALONE
     use_threads(options)
     splits = load_data(config, options)
     plan = make_plan(config, splits)
+    _tell_large_delta(plan.delta, config.get("assume_people", splits.card.train_size))
     # PyTorch takes 64 bits of a seed; the streams of masks and noise take all of it.
-    torch.manual_seed(plan.seed % 2**64) if plan.seed is not None else torch.seed()
+    torch.manual_seed(plan.seed % 2**64 if plan.seed is not None else int(ranks.text(lambda: str(torch.seed()))))
     model = build(config["model"], splits.card)
     rehearse(config["model"], model, splits.card)
 
-    folder = RunFolder(options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    callbacks: list[Callback] = [Evaluate(splits.test, config["eval_every"]), CSVLog(folder.metrics)]
-    if not options.quiet:
+    callbacks: list[Callback] = [*_scoring(config, splits), CSVLog(folder.metrics)]
+    if not options.quiet and ranks.is_first:
         callbacks.append(Progress())
     callbacks.append(Checkpoint(folder.checkpoint, share=_SAVING))
+    named = ranks.is_first and ("ledger" in config or options.resume)
+    shared = _open_ledger(folder.ledger_of(config), config, options) if named else None
     trainer = Trainer(
         model,
-        cross_entropy,
+        loss_for(splits.card),
         splits.train,
         plan,
+        owners=splits.owners,
         callbacks=callbacks,
         target_epsilon=config.get("target_epsilon") if config.get("noise_multiplier") is not None else None,
         microbatch=config.get("microbatch"),
+        ledger=shared or (lambda: _open_ledger(folder.ledger, config, options)),
+        run_id=config.get("run"),
         public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,
     )
     if options.resume:
-        trainer.ledger = open_ledger(folder.ledger_of(config), config, options)
-        resume(trainer, folder, config)
-    else:
-        if "ledger" in config:
-            trainer.ledger = open_ledger(folder.ledger_of(config), config, options)
-            trainer.ledger.refuse_unfit(plan.events(), trainer.last_step, seed=seed_mark(trainer.ledger, plan))
+        _resume(trainer, folder, config)
+    elif ranks.is_first:
+        if shared is not None:
+            shared.refuse_unfit(plan.events(), trainer.last_step, seed=seed_mark(shared, plan), unit=plan.unit)
         folder.create()  # only now, when everything else has proved right
-        if trainer.ledger is None:
-            trainer.ledger = open_ledger(folder.ledger, config, options)
+    ledger = trainer.ledger  # the folder's own is made here, before the configuration that a resumed run is read from
+    if not options.resume and ranks.is_first:
         stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
+        # What predicting takes; all of it is public.
+        stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
         folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
     started = time.perf_counter()
     outcome = trainer.fit()
+    code = 128 + (outcome.signal or signal.SIGINT) if outcome.reason == "interrupted" else 0
+    if not ranks.is_first:
+        return code
     result = {
         "dataset": config["dataset"],
         "model": config["model"],
@@ -136,20 +181,93 @@ def run(options: argparse.Namespace) -> int:
         "noise_multiplier": plan.noise_multiplier,
         "accountant": plan.accountant,
         "randomness": "secure" if plan.seed is None else "seeded",
+        **({"unit": plan.unit_in_words()} if plan.unit == "person" else {}),
         "dataset_name": config.get("dataset_name"),
-        "budget_left": share_left(trainer.ledger),
+        "budget_left": _share_left(ledger),
         # How long it took tells how large the lots were, and so the data: for research only.
         "seconds": None if plan.seed is None else round(time.perf_counter() - started, 3),
         "out": str(folder.path),
     }
-    return _conclude(options, folder, plan, result, trainer.statement())
+    _conclude(options, folder, plan, result, trainer.statement())
+    return code
 
 
-def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> int:
+def _scoring(config: dict[str, Any], splits: "Splits") -> "list[Callback]":
+    """Scores on the public test split, where there is one, and an end that depends on them if that was asked for."""
+    from fodp.training.callbacks import EarlyStopping, Evaluate
+    from fodp.training.scores import squared_error
+
+    _checks.whole("--eval-every", config["eval_every"])
+    patience = config.get("early_stopping")
+    if not len(splits.test):
+        if patience is not None:
+            raise ConfigurationError("--early-stopping looks at public scores, and there is no test data: leave it out")
+        return []
+    if splits.card.is_regression:
+        scores, stop = Evaluate(splits.test, config["eval_every"], metric=squared_error), ("loss", "min")
+    else:
+        scores, stop = Evaluate(splits.test, config["eval_every"]), ("accuracy", "max")
+    return [scores] if patience is None else [scores, EarlyStopping(stop[0], patience, stop[1])]
+
+
+def _tell_large_delta(delta: float, public_size: int) -> None:
+    """Say that δ allows what nobody means by privacy, where the size of the data is public."""
+    if delta >= 1 / public_size:
+        print(
+            f"fodp: delta {delta:g} is not below 1/{public_size}, one over the public size of the data: publishing one "
+            f"record drawn at random would satisfy it. A smaller one: --delta {0.1 / public_size:.0e}",
+            file=sys.stderr,
+        )
+
+
+def _open_ledger(path: Path | str, config: dict[str, Any], options: argparse.Namespace) -> "Ledger":
+    """The ledger that a run is kept in."""
+    from fodp.ledger import Ledger
+
+    ledger = Ledger(
+        path,
+        dataset=config.get("dataset_name"),
+        budget=parse_budget(config["budget"]) if "budget" in config else None,
+        allow_changed_data=bool(options.allow_changed_data),
+        allow_other_name=bool(options.allow_other_name),
+        create=not options.resume,
+        wait=math.inf if options.wait else 0.0,
+    )
+    ledger.tell_waiting(lambda text: print(text, file=sys.stderr))
+    return ledger
+
+
+def _share_left(ledger: "Ledger | None") -> float | None:
+    """The share of the data's budget that is left; None without a budget."""
+    if ledger is None or ledger.dataset is None or ledger.budget(ledger.dataset) is None:
+        return None
+    return ledger.left(ledger.dataset)
+
+
+def _resume(trainer: "Trainer", folder: "RunFolder", config: dict[str, Any]) -> None:
+    """Go on from the checkpoint; a run that broke off before it released anything may begin anew."""
+    if folder.checkpoint.exists():
+        trainer.resume(folder.checkpoint)
+        if trainer.run.ranks.is_first:
+            folder.tidy()
+        return
+    if not trainer.run.ranks.is_first:
+        return
+    used = trainer.ledger.steps(trainer.run_id) if trainer.ledger is not None else None
+    if used:
+        raise LedgerError(
+            f"{folder.checkpoint} is gone, though {used} steps were used: restore it, or start a new run in another "
+            "folder (--out); what was used stays charged"
+        )
+    folder.tidy()
+    print(f"{folder.path} broke off before its first step: it begins anew", file=sys.stderr)
+
+
+def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> None:
     """Write and print what came out; all of it states one ε."""
     from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
-    from fodp.training.plot import plot_accuracy
+    from fodp.cli.plot import plot_accuracy
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
@@ -158,7 +276,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
             f"is {rounded_up(result['epsilon'])}; go on with: fodp train --resume --out {folder.path}",
             file=text,
         )
-        return 130
+        return
     folder.write(folder.result, json.dumps(result, indent=1) + "\n")
     try:
         plot_accuracy(folder.metrics, folder.plot, f"{result['method']} on {result['dataset']}, δ={plan.delta:g}")
@@ -168,7 +286,17 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"no picture was drawn: {error}", file=sys.stderr)
     if result["final_accuracy"] is not None:
         print(f"accuracy {result['final_accuracy']:.4f} on the public test split", file=text)
+    elif result["final_loss"] is not None:
+        print(f"mean squared error {result['final_loss']:.4f} on the public test split, target in [-1, 1]", file=text)
+    else:
+        print("no accuracy: there is no public test data to score on", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
+    if result["reason"] == "stopped early":
+        print(
+            f"stopped early at step {result['steps']} of {plan.steps}, because of public scores: the epsilon is still "
+            "that of all planned steps, since where a run stops tells something too",
+            file=text,
+        )
     if result["reason"] == "target reached":
         print(f"stopped at step {result['steps']} of {plan.steps}: one more would exceed the target", file=text)
     if result["reason"] == "budget spent":
@@ -180,7 +308,6 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     print(f"\n{statement}\n\nrun folder: {folder.path}", file=text)
     if options.json:
         print(json.dumps(result))
-    return 0
 
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
@@ -189,22 +316,24 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     preset: dict[str, Any] = {}
     if options.preset is not None:
         if options.preset not in _PRESETS:
-            raise PrivacyError(f"--preset must be one of {', '.join(_PRESETS)}; got {options.preset!r}")
+            raise ConfigurationError(f"--preset must be one of {', '.join(_PRESETS)}; got {options.preset!r}")
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
     config = {**_DEFAULTS, **preset, **said}
     if options.ledger is not None:
         if "dataset_name" not in config:
-            raise PrivacyError("a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it")
+            raise ConfigurationError(
+                "a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it"
+            )
         config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
         refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
     elif {"dataset_name", "budget"} & set(config):
-        raise PrivacyError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
+        raise ConfigurationError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
     if "budget" in config:
         parse_budget(config["budget"])
     if not _says_how_private(config):
-        raise PrivacyError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
+        raise ConfigurationError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config
 
 
@@ -221,10 +350,10 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     if not _says_how_private(stored):
         missing.append("noise_multiplier")
     if missing:
-        raise PrivacyError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
+        raise LedgerError(f"the configuration in {options.out} lacks {missing[0]}: restore a copy of it")
     unknown = sorted(stored.keys() - vars(options).keys() - _OF_THE_RUN)
     if unknown:
-        raise PrivacyError(
+        raise LedgerError(
             f"the configuration in {options.out} says {_checks.shown(unknown[0])}, which no run knows: restore a copy "
             "of it"
         )
@@ -233,7 +362,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     for name, value in given(options, apart=_ANEW).items():
         if stored.get(name) != value:
             option = "--" + name.replace("_", "-")
-            raise PrivacyError(
+            raise ConfigurationError(
                 f"the run in {options.out} has {option} {stored.get(name)}, not {value}: leave the option out to "
                 "resume, or start a new run in another folder"
             )

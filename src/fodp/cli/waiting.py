@@ -1,6 +1,8 @@
-"""A bar on stderr for what takes longer than expected."""
+"""A bar or a line on stderr for what takes longer than expected."""
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,3 +36,28 @@ def slow_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
         if console.is_terminal:
             timer.join()  # it may be about to begin
             bar.stop()
+
+
+@contextmanager
+def slow_note(what: str) -> Iterator[None]:
+    """Say on a terminal's stderr, after two seconds, what is being done and for how long; gone at the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause, said = _PATIENCE, False
+        while not done.wait(pause):
+            print(f"\r{what}, {time.monotonic() - start:.0f} s so far", end="", file=sys.stderr, flush=True)
+            pause, said = 1.0, True
+        if said:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()

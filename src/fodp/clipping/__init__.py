@@ -1,9 +1,11 @@
 """Per-example gradients and what may be asked about them; knows models and bounds, not noise or ε."""
 
+from fodp.clipping.advice import check, fix
 from fodp.clipping.batches import Batch
 from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.findings import Finding, check
+from fodp.clipping.findings import Finding
 from fodp.clipping.gradients import FLOAT_TOLERANCE, Clipper, Gradients, clipped_sum
+from fodp.clipping.layers.rules import register_rule
 
 __all__ = [
     "FLOAT_TOLERANCE",
@@ -15,4 +17,6 @@ __all__ = [
     "LossFunction",
     "check",
     "clipped_sum",
+    "fix",
+    "register_rule",
 ]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fodp.clipping.batches import Batch, batch_size, plain, take
+from fodp.clipping.batches import Batch, batch_size, examples_in, plain, sizes_of, take, take_examples
 from fodp.clipping.engine import Engine
-from fodp.clipping.uses import HELD_ENTRIES
+from fodp.clipping.layers.uses import HELD_ENTRIES
 
 
 class _Losses(nn.Module):
@@ -32,6 +32,9 @@ class _Losses(nn.Module):
 def ascended_gradients(engine: Engine, batch: Batch, rho: float) -> Iterator[Tensor]:
     """Each example's flat gradient at its own ascent point; vectorised where PyTorch can."""
     rows = batch_size(batch)
+    if sizes_of(batch) is not None:  # a point for each owner, with as many rows as they have
+        yield from _one_by_one(engine, batch, rho)
+        return
     chunk = max(1, HELD_ENTRIES // engine.layout.size)
     for start in range(0, rows, chunk):
         part = take(batch, slice(start, start + chunk))
@@ -61,8 +64,8 @@ def _vectorised(engine: Engine, batch: Batch, rho: float) -> Tensor:
 
 
 def _one_by_one(engine: Engine, batch: Batch, rho: float) -> Iterator[Tensor]:
-    for i in range(batch_size(batch)):
-        row = take(batch, slice(i, i + 1))
+    for i in range(examples_in(batch)):
+        row = take_examples(batch, torch.tensor([i]))
         (first,) = engine.example_gradients(row)
         norm = first.norm().clamp(min=_least(first))
         yield from engine.example_gradients(row, ((1.0, first * (rho / norm)),))

@@ -10,8 +10,6 @@ computes every example's gradient from that example alone and is always right.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +17,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fodp._checks import PrivacyError
-from fodp.clipping import fallback, self_check
-from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
-from fodp.clipping.combine import merged, scaled
+from fodp.clipping import self_check
+from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
+from fodp.clipping.layers.combine import merged, scaled
+from fodp.clipping.layers.rules import RULES
+from fodp.clipping.layers.segments import Segments, by_owner
+from fodp.clipping.layers.uses import Use
+from fodp.clipping.layout import Layout
+from fodp.clipping.loss_form import refuse_criterion, refuse_joint
 from fodp.clipping.precision import Caller
-from fodp.clipping.rules import RULES
-from fodp.clipping.uses import Use
+from fodp.clipping.recording import Layers, Recording
+from fodp.clipping.watching import Plan, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
-from fodp.flat import Layout
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 # Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
@@ -45,18 +48,6 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 _RECORDED_AT_ONCE = 2**24
 
 
-@dataclass
-class _Call:
-    """One call of one module in the recorded forward pass."""
-
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    versions: list[int]
-    outputs: list[tuple[int, GradientEdge, torch.Size]] = field(default_factory=list)  # place, gradient, shape
-
-
 class Engine:
     """Per-example gradients of one model under one loss function.
 
@@ -68,13 +59,17 @@ class Engine:
         if method not in ("auto", "loop"):
             raise PrivacyError(f"the engine must be auto or loop, got {method!r}")
         refuse_errors(model)
+        refuse_criterion(loss_fn)
         self.model, self.loss_fn = model, loss_fn
         self.layout = Layout(model)
         self._trainable = {id(p) for p in self.layout.parameters}
-        owned = [(m, dict(m.named_parameters(recurse=fallback.is_unit(m)))) for m in model.modules()]
+        owned = [(m, dict(m.named_parameters(recurse=False))) for m in model.modules()]
         trained = [(m, {n: p for n, p in mine.items() if id(p) in self._trainable}) for m, mine in owned]
         self._owners = {module: mine for module, mine in trained if mine}
-        self._shared: set[tuple[int, int]] = set()  # inputs of modules without a rule that hold no examples
+        # Layers are recorded by their modules if all have a rule, which costs least; else every function that is given
+        # a parameter is watched.
+        self._by_module = all(type(module) in RULES for module in self._owners)
+        self._plan: Plan | None = None  # where the examples lie in what the functions take and give
         # Harmless in evaluation mode only; model.train() may come any time.
         self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
         self.half_precision = False
@@ -100,6 +95,16 @@ class Engine:
             self._take_loop(str(reason))
             return None
 
+    @property
+    def path(self) -> str:
+        """How gradients are computed: rules for "layers" or "functions", the "loop", "unknown" before a lot has shown.
+
+        A lot that does not show it takes the loop.
+        """
+        if self._loop or not self._checked:
+            return "loop" if self._loop else "unknown"
+        return "layers" if self._by_module else "functions"
+
     def most_rows(self, batch: Batch) -> int | None:
         """How many rows of this batch may be recorded at once; None for all."""
         self._examine(batch)
@@ -116,22 +121,21 @@ class Engine:
             self._caller = outer
 
     def example_gradients(self, batch: Batch, points: Points = HERE, copies: int = 1) -> Iterator[Tensor]:
-        """The reference: each example's flat gradient, computed from that example alone."""
-        for start in range(0, batch_size(batch), copies):
+        """The reference: each example's (each owner's) flat gradient, computed from that example (owner) alone."""
+        for start, stop, divisor in _spans(batch, copies):
             total = self.layout.zeros()
             for coefficient, offset in points:
                 with self.shifted(offset):
-                    one = take(batch, slice(start, start + copies))
+                    one = take(batch, slice(start, stop))
                     _, found = self._differentiate(one, lambda: self.layout.parameters, single=True)
                 if all(gradient is None for gradient in found):
                     raise PrivacyError(
                         "the loss reaches no trainable parameter of the model, so its sum would be noise alone: look "
-                        "for detach(), no_grad() or a reentrant checkpoint whose input needs no gradient "
-                        "(use_reentrant=False mends that) between the parameters and the loss"
+                        "for detach() or no_grad() between the parameters and the loss"
                     )
                 for view, gradient in zip(self.layout.views(total), found, strict=True):
                     if gradient is not None:
-                        view.add_(gradient.to(view.dtype), alpha=coefficient / copies)
+                        view.add_(gradient.to(view.dtype), alpha=coefficient / divisor)
             yield total
 
     def losses(self, batch: Batch) -> Tensor:
@@ -140,12 +144,7 @@ class Engine:
             refuse_errors(self.model)
         with torch.enable_grad(), nullcontext() if self._caller is None else self._caller.autocast():
             losses = self.loss_fn(self.model, plain(batch))
-        rows = batch_size(batch)
-        if not isinstance(losses, Tensor) or losses.shape != (rows,):
-            raise PrivacyError(
-                f"loss_fn must return one loss per example, a vector as long as the lot, got {_form(losses, rows)}: "
-                "each example's gradient is clipped by itself, so a mean or sum comes too late (use reduction='none')"
-            )
+        refuse_joint(losses, batch_size(batch))
         if not losses.requires_grad:
             raise PrivacyError("the loss does not depend on any trainable parameter")
         return losses
@@ -173,7 +172,7 @@ class Engine:
             return losses, current.backward(lambda: _backward(losses, inputs)) if inputs else ()
 
         source, records = (batch.source, batch.records) if isinstance(batch, Keyed) else (None, _NOBODY)
-        with nullcontext() if self._caller is None else self._caller.products():
+        with nullcontext() if self._caller is None else self._caller.products(), checkpoints_by_autograd():
             while True:
                 try:
                     return self.site.run(work, source, records, lambda rows: self.losses(take(batch, rows)), single)
@@ -215,7 +214,7 @@ class Engine:
     def _compare(self, batch: Batch) -> None:
         """Compare with the loop once, and look whether the examples of this lot stay apart."""
         if not self._checked:
-            problem = self_check.problem(self, batch)
+            problem = self._problem(batch)
             if problem is None:
                 return
             self._checked = True
@@ -235,15 +234,25 @@ class Engine:
             return self._take_loop(problem)
         self._kept_apart += 1
 
+    def _problem(self, batch: Batch) -> str | None:
+        """What is wrong with the gradients of this engine, which may take another way for it: "" nothing, None unclear.
+
+        Where layers' rules are not enough (a parameter is used behind its module's back, examples lie in another
+        dimension), functions are watched.
+        """
+        problem = self_check.problem(self, batch)
+        if problem and self._by_module:  # rules that a user has registered hold there too, and a wrong one is heard of
+            self._by_module = False
+            problem = self_check.problem(self, batch)
+        return problem
+
     def traced(self, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
-        """The losses, and the gradient of every output of every layer with trainable parameters."""
-        calls: list[_Call] = []
-        losses, gradients = self._record_calls(batch, calls)
-        dims = [fallback.output_dim(call.module, index) for call in calls for index, _, _ in call.outputs]
-        return losses.detach(), [g if g is None else g.movedim(d, 0) for g, d in zip(gradients, dims, strict=True)]
+        """The losses, and the gradient of everything that was made of a trainable parameter for each example."""
+        recording, losses, gradients = self._recorded_pass(batch)
+        return losses.detach(), recording.examples_first(gradients, len(losses))
 
     def recorded(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None]:
-        """The same by book-keeping, checked or not; raises `Unseparable` where it cannot tell examples apart."""
+        """The uses by book-keeping, checked or not; raises `Unseparable` where it cannot tell examples apart."""
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         with torch.no_grad():
             for coefficient, offset in points:
@@ -251,64 +260,53 @@ class Engine:
                     for parameter, use in self._record(batch):
                         by_parameter[parameter].append(scaled(use, coefficient))
             found = [merged(uses) if uses else None for uses in by_parameter.values()]
+            segments = _segments(batch, copies)
+            if segments is not None:
+                return [None if use is None else by_owner(use, segments) for use in found]
             return [use if use is None or copies == 1 else use.grouped(copies) for use in found]
 
     def _record(self, batch: Batch) -> Iterator[tuple[int, Use]]:
         """Forward and backward once; yields (parameter id, use) for every use."""
         count = batch_size(batch)
-        calls: list[_Call] = []
-        _, found_gradients = self._record_calls(batch, calls)
-        if self.rows_at_once is None:
-            self._weigh(calls, count)
-        gradients = iter(found_gradients)
-        for call in calls:
-            found = [(index, next(gradients), shape) for index, _, shape in call.outputs]
-            back = [(i, g if g.shape == shape else g.reshape(shape)) for i, g, shape in found if g is not None]
-            if not back:
-                continue  # this call did not reach the loss
-            if call.versions != _versions(call.args, call.kwargs):
-                raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
-            for name, use in self._uses_of(call, back, count).items():
-                if name in call.parameters:
-                    yield id(call.parameters[name]), use
+        recording, _, gradients = self._recorded_pass(batch)
+        self.half_precision = self.half_precision or recording.half_precision
+        if self.rows_at_once is None:  # from what this batch records follows how large a part of a lot may be
+            self.rows_at_once = max(1, _RECORDED_AT_ONCE * count // max(1, recording.numbers()))
+        yield from recording.uses(gradients, count)
 
-    def _record_calls(self, batch: Batch, calls: list[_Call]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Forward and backward once: fills `calls`; returns the losses and the gradients of the calls' outputs."""
+    def _recorded_pass(self, batch: Batch) -> tuple[Recording, Tensor, tuple[Tensor | None, ...]]:
+        """Forward and backward once: the recording, the losses, and the gradients at the recording's targets."""
+        made: list[Recording] = []
 
-        @contextmanager
-        def recording() -> Iterator[None]:
-            calls.clear()
-            # One hook on all modules costs less than one each; it sees what the layer itself made, before other hooks.
-            handle = register_module_forward_hook(partial(self._note, calls), with_kwargs=True)
-            try:
-                yield
-            finally:
-                handle.remove()
+        def recording() -> Recording:
+            made[:] = [self._recording()]
+            return made[0]
 
-        return self._differentiate(batch, lambda: [edge for call in calls for _, edge, _ in call.outputs], recording)
+        if not self._by_module and self._plan is None:
+            self._learn(batch)
+        try:
+            losses, gradients = self._differentiate(batch, lambda: made[0].targets(), recording)
+        except Unseen:  # a part of the model that other examples did not reach
+            self._learn(batch)
+            losses, gradients = self._differentiate(batch, lambda: made[0].targets(), recording)
+        return made[0], losses, gradients
 
-    def _weigh(self, calls: list[_Call], count: int) -> None:
-        """From what this batch records follows how large a part of a lot may be."""
-        inputs = sum(tensor.numel() for call in calls for tensor in call.args if isinstance(tensor, Tensor))
-        outputs = sum(shape.numel() for call in calls for _, _, shape in call.outputs)
-        self.rows_at_once = max(1, _RECORDED_AT_ONCE * count // max(1, inputs + outputs))
+    def _recording(self, catch: Callable[[Tensor], Any] = get_gradient_edge) -> Recording:
+        """For one forward pass; `catch(output)` says how the gradient of an output will be known."""
+        if self._by_module:
+            return Layers(self._owners, catch)
+        assert self._plan is not None
+        return Watch(self.layout.parameters, self._plan, catch)
 
-    def _note(
-        self, calls: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        """The hook: remember a call of a module with trainable parameters."""
-        owned = self._owners.get(module)
-        if owned is None:
-            return
-        with torch._C.DisableTorchFunction():  # a mode would be asked for every attribute of a tensor
-            call = _Call(module, owned, args, kwargs, _versions(args, kwargs))
-            for index, tensor in enumerate((out,) if isinstance(out, Tensor) else fallback._tensors(out)):
-                if tensor.requires_grad:
-                    if tensor.dtype not in (torch.float32, torch.float64):  # the model's own, or autocast
-                        self.half_precision = True
-                    # The edge stays the gradient of this very output, whatever is done to it in place later.
-                    call.outputs.append((index, get_gradient_edge(_origin(module, tensor)), tensor.shape))
-            calls.append(call)
+    def _learn(self, batch: Batch) -> None:
+        """Find out where the examples lie in what the functions take and give, from copies of the first row."""
+        keyed = self_check.with_draws(batch)
+
+        def run(copies: int, mode: Callable[[], TorchFunctionMode]) -> None:
+            self._differentiate(take(keyed, torch.zeros(copies, dtype=torch.int64)), lambda: (), mode)
+
+        found = learned(self.layout.parameters, run)
+        self._plan = found if self._plan is None else self._plan.with_more(found)
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True
@@ -318,39 +316,46 @@ class Engine:
             stacklevel=2,
         )
 
-    def _uses_of(self, call: _Call, back: list[tuple[int, Tensor]], count: int) -> dict[str, Use]:
-        rule = RULES.get(type(call.module))
-        if rule is None:
-            return fallback.uses(call.module, call.parameters, call.args, call.kwargs, back, count, self._shared)
-        inputs = call.args[0] if call.args else call.kwargs["input"]
-        gradient = back[0][1]
-        least = 1 if isinstance(call.module, nn.Embedding) else 2
-        if inputs.dim() < least or inputs.shape[0] != count or gradient.shape[0] != count:
-            kind = type(call.module).__name__
-            raise Unseparable(f"{kind} got {_form(inputs, count)}, whose first dimension is not the lot's")
-        return rule(call.module, inputs.detach(), gradient)
+
+def _segments(batch: Batch, copies: int) -> Segments | None:
+    """Whose the rows are, and by what they are divided; None where every `copies` rows are an example."""
+    sizes = sizes_of(batch)
+    if sizes is None:
+        return None
+    return Segments(sizes, torch.full_like(sizes, copies) if batch.summed else sizes)
 
 
-def _form(value: Any, rows: int) -> str:
-    """A tensor's shape for a message; the size of a lot is private and stands there as a word."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return "shape (" + ", ".join("lot" if size == rows else str(size) for size in value.shape) + ")"
+def _spans(batch: Batch, copies: int) -> Iterator[tuple[int, int, int]]:
+    """Of each example, or owner: where its rows begin and end, and by what their sum is divided."""
+    segments = _segments(batch, copies)
+    if segments is None:
+        yield from ((start, start + copies, copies) for start in range(0, batch_size(batch), copies))
+        return
+    stops = segments.sizes.cumsum(0)
+    yield from zip((stops - segments.sizes).tolist(), stops.tolist(), segments.divisors.tolist(), strict=True)
 
 
-def _origin(module: nn.Module, output: Tensor) -> Tensor:
-    """The tensor that a layer's output is a view of: changing the view in place cuts off its own edge."""
-    base = output._base
-    if base is None or type(module) not in RULES or base.numel() != output.numel():
-        return output
-    return base if base.is_contiguous() and output.is_contiguous() else output
+@contextmanager
+def checkpoints_by_autograd() -> Iterator[None]:
+    """Reentrant checkpoints as the others: they repeat their part in a backward pass that asks for all gradients.
+
+    They refuse one that asks for some, and lose the gradients of a part whose inputs need none.
+    """
+
+    class Checkpoint:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    original = torch.utils.checkpoint.CheckpointFunction
+    torch.utils.checkpoint.CheckpointFunction = Checkpoint  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.CheckpointFunction = original  # type: ignore[misc]
 
 
 def _backward(losses: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> tuple[Tensor | None, ...]:
     """Gradients of the summed losses; None where they do not reach."""
     ones = torch.ones_like(losses)  # not losses.sum(), which has no graph under an outer no_grad()
     return torch.autograd.grad(losses, inputs, ones, allow_unused=True)  # type: ignore[arg-type]
-
-
-def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    return [a._version for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_inference()]

@@ -1,17 +1,14 @@
 """What stands in the way of private training of a model, and what to do about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.parametrize import ParametrizationList
 
-from fodp._checks import PrivacyError
-from fodp.clipping.fallback import draws_randomness, is_unit
-from fodp.clipping.rules import RULES
+from fodp._checks import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -27,15 +24,9 @@ class Finding:
         return f"{self.level}: {self.where}: {self.problem}; {self.advice}"
 
 
-def check(model: nn.Module) -> list[Finding]:
-    """List what prevents private training of `model` (errors) or makes it slower (notes).
-
-    An empty list is good. Reading changes nothing. What cannot be seen from outside, such as a
-    forward function or a loss that mixes examples, is caught by the engine's self-check on the first lot.
-    """
-    inside = {part for unit in model.modules() if is_unit(unit) for part in unit.modules() if part is not unit}
-    outside = [(name, module) for name, module in model.named_modules() if module not in inside]
-    findings = [found for name, module in outside for found in _look_at(name or "model", module)]
+def seen_from_outside(model: nn.Module) -> list[Finding]:
+    """What can be told of a model without running it: errors and notes."""
+    findings = [found for name, module in model.named_modules() for found in _look_at(name or "model", module)]
     if not any(p.requires_grad for p in model.parameters()):
         problem, advice = "no parameter is trainable", "set requires_grad=True on what should be trained"
         findings.append(Finding("error", "model", problem, advice))
@@ -58,11 +49,25 @@ def check(model: nn.Module) -> list[Finding]:
     return findings
 
 
+def summed_up(findings: list[Finding]) -> list[Finding]:
+    """The same in many places once, with the first place, how many more there are, and the last."""
+    kinds: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault((finding.level, finding.problem, finding.advice), []).append(finding)
+    return [
+        replace(first, advice=f"{first.advice} (and {len(rest)} more, the last at {rest[-1].where})") if rest else first
+        for first, *rest in kinds.values()
+    ]
+
+
 def refuse_errors(model: nn.Module) -> None:
-    """Raise a PrivacyError that names every error `check` finds."""
-    errors = [str(f) for f in check(model) if f.level == "error"]
+    """Raise an error that names everything that stands in the way, the same in many layers once."""
+    errors = [finding for finding in seen_from_outside(model) if finding.level == "error"]
     if errors:
-        raise PrivacyError("this model cannot be trained privately: " + " | ".join(errors))
+        lines = " | ".join(map(str, summed_up(errors)))
+        raise ConfigurationError(
+            f"this model cannot be trained privately: {lines}. fodp.fix(model) replaces such layers"
+        )
 
 
 def _look_at(name: str, module: nn.Module) -> list[Finding]:
@@ -74,6 +79,10 @@ def _look_at(name: str, module: nn.Module) -> list[Finding]:
     elif isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
         advice = "use track_running_stats=False"
         found.append(Finding("error", name, f"{kind} stores un-noised statistics of private data", advice))
+    compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    if compiled and any(parameter.requires_grad for parameter in module.parameters()):
+        advice = "train the module as it is written (model._orig_mod) and compile frozen parts, by part.compile()"
+        found.append(Finding("note", name, "compiled, and traced anew by every recorded pass", advice))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
             advice = "drop max_norm"
@@ -81,14 +90,4 @@ def _look_at(name: str, module: nn.Module) -> list[Finding]:
         if module.scale_grad_by_freq:
             advice = "drop scale_grad_by_freq"
             found.append(Finding("error", name, "scale_grad_by_freq mixes the examples of a lot", advice))
-    trains = any(p.requires_grad for p in module.parameters(recurse=is_unit(module)))
-    if trains and type(module) not in RULES:
-        problem, advice = f"{kind} has no layer rule", "it falls back to vectorised per-example gradients"
-        if isinstance(module, ParametrizationList):
-            advice = "the whole model runs one example at a time; train without the parametrization"
-        elif draws_randomness(module):
-            advice = "with dropout inside it, the whole model runs one example at a time; set dropout to 0"
-        elif isinstance(module, nn.RNNBase):
-            advice = "it runs one example at a time"
-        found.append(Finding("note", name, problem, advice))
     return found

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clipping.ascent import ascended_gradients
-from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, take
+from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
+from fodp.clipping.layers.segments import Ragged
+from fodp.clipping.layers.uses import HELD_ENTRIES, Dense, Outer, Use
 from fodp.clipping.norms import limits, norms_of
-from fodp.clipping.uses import HELD_ENTRIES, Dense, Use
 from fodp.draws import Source
-from fodp.mechanism import Query
 from fodp.noise import Streams
+from fodp.queries import Query
 
 # The contribution of one example, as computed, may exceed its bound by this relative amount. Norms are raised by the
 # worst that float32 can do (`clipping/rounding.py`), so what is left is the rounding of float64 sums of squares: 2^16
@@ -27,6 +28,11 @@ from fodp.noise import Streams
 FLOAT_TOLERANCE = 1e-9
 
 ByNorm = Callable[[Tensor], Tensor]
+Layers = tuple[tuple[tuple[int, ...], float], ...]
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,14 @@ class Gradients:
 
     `copies` consecutive rows of the batch are augmented copies of one example (its gradient is
     their mean). `microbatch` bounds how many examples are in flight and changes nothing else;
-    by default the engine chooses, so that what it records stays small.
+    by default the engine chooses, so that what it records stays small. Where the batch has owners, an example is an
+    owner with all of their rows, whose gradients are averaged (or summed) before anything is clipped; nobody is split.
     `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
     `exact` sums over examples in float64, whatever the model's type is.
+    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`).
+    `shape` holds public factors, one per parameter, that scale its part of every gradient before clipping and that of
+    the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
+    `layers` clips by layer: places of its parameters and its share of the bound, squared shares summing to one.
     """
 
     engine: Engine
@@ -49,6 +60,10 @@ class Gradients:
     blocks: tuple[float, ...] | None = None
     ascent: float = 0.0
     exact: bool = False
+    layers: Layers | None = None
+    shape: tuple[float, ...] | None = None
+    stability: float | None = None
+    total: Callable[[Tensor], Tensor] = _as_it_is
     _kept: list["_Pass"] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,8 +74,14 @@ class Gradients:
             raise PrivacyError("per-example ascent starts from the parameters themselves, with one copy per example")
 
     def clipped_sum(self, clip_norm: float) -> Query:
-        """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1)."""
-        return self.sum(bound=_checks.clip_norm("clip_norm", clip_norm))
+        """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1).
+
+        With a `stability` γ it is Σ C·g_i/(‖g_i‖ + γ), which no more exceeds C.
+        """
+        bound, stability = _checks.clip_norm("clip_norm", clip_norm), self.stability
+        if stability is None:
+            return self.sum(bound=bound)
+        return self.sum(bound=bound, weight=lambda norms: bound / (norms + stability))
 
     def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
         """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
@@ -70,10 +91,17 @@ class Gradients:
         counts as zero.
         """
         layout = self.engine.layout
+        if self.layers is not None and weight is not None:
+            raise PrivacyError("a weight by the norm of a whole gradient cannot be had layer by layer: use clip='flat'")
         total = torch.empty(layout.size, dtype=self._sum_dtype, device=layout.device)
         accumulate = False
         with self.engine.exactly():
             for part in self._passes():
+                if self.layers is not None:
+                    part.add_clipped_layers(total, bound, self.layers, accumulate)
+                    accumulate = True
+                    del part
+                    continue
                 if weight is None:
                     weights = limits(part.norms, bound, most=1.0)
                 else:
@@ -82,7 +110,10 @@ class Gradients:
                 part.add_weighted(total, weights, accumulate)
                 accumulate = True
                 del part  # before the next one is recorded
-        return Query(total if accumulate else total.zero_(), bound, self.lot, self.engine.layout.dtype)
+        blocks = None
+        if self.shape is not None:
+            blocks = tuple((p.numel(), b) for p, b in zip(layout.parameters, self.shape, strict=True))
+        return self._query(total if accumulate else total.zero_(), bound, blocks)
 
     def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
@@ -92,29 +123,51 @@ class Gradients:
         with self.engine.exactly():
             for part in self._passes():
                 total = total + part.norms.double().clamp(max=bound).sum()
-        return Query(total, bound, self.lot, self.engine.layout.dtype)
+        return self._query(total, bound)
 
     def count(self, fraction: ByNorm) -> Query:
         """Σ (f_i - ½) with f_i = fraction(norms)_i in [0, 1]: sensitivity ½, half of an uncentred count's.
 
-        A non-finite gradient or fraction contributes zero.
+        A non-finite gradient or fraction contributes zero. With `layers` an example's number is the clip norm at which
+        the first of its layers is clipped, so that "within the clip norm" means that none is.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)  # see norm_sum
         with self.engine.exactly():
             for part in self._passes():
-                fractions = _by_norm(fraction, part.norms, 0.5).clamp(0, 1)
+                norms = part.norms if self.layers is None else part.largest(self.layers)
+                fractions = as_fractions(fraction, norms)
                 total = total + part.of_finite(fractions - 0.5).sum(dtype=torch.float64)
-        return Query(total, 0.5, self.lot, self.engine.layout.dtype)
+        return self._query(total, 0.5)
+
+    def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, float], ...] | None = None) -> Query:
+        """Of all processes: each example is in one of them, so the bound is that of its part."""
+        return Query(self.total(value), bound, self.lot, self.engine.layout.dtype, blocks)
 
     def scaled(self, blocks: Sequence[float]) -> "Gradients":
         """The gradients with each parameter's part times a public b_l, before any clipping.
 
         The release of a sum of these must be multiplied by b_l again. Sensitivity stays the clip norm.
         """
-        checked = tuple(_checks.positive("a block weight", b) for b in blocks)
+        return replace(self, blocks=self._one_each(blocks), _kept=[])
+
+    def shaped(self, factors: Sequence[float]) -> "Gradients":
+        """The gradients with each parameter's part times a public factor; the release of a sum of these is scaled
+        again where it is made (`Run.release`). Sensitivity stays the clip norm."""
+        return replace(self, shape=self._one_each(factors), _kept=[])
+
+    def _one_each(self, factors: Sequence[float]) -> tuple[float, ...]:
+        checked = tuple(_checks.positive("a block weight", b) for b in factors)
         if len(checked) != len(self.engine.layout.names):
             raise PrivacyError(f"{len(checked)} block weights for {len(self.engine.layout.names)} parameters")
-        return replace(self, blocks=checked, _kept=[])
+        return checked
+
+    def norms(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Private: of every pass the norms, what `count` is asked about, and which examples are finite."""
+        with self.engine.exactly():
+            for part in self._passes():
+                first = part.norms if self.layers is None else part.largest(self.layers)
+                finite = torch.ones_like(part.norms) if part.finite is None else part.finite.to(part.norms)
+                yield part.norms, first, finite
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -126,19 +179,34 @@ class Gradients:
             yield from self._kept
             return
         rows = batch_size(self.batch)
-        examples = rows // self.copies
-        if examples * self.copies != rows:
+        if rows % self.copies:
             raise PrivacyError(f"the rows of the batch are not {self.copies} copies of each example")
-        at_once = self._at_once(examples)
-        for start in range(0, examples, at_once):
-            stop = min(start + at_once, examples)
-            whole = stop - start == examples
-            batch = self.batch if whole else take(self.batch, slice(start * self.copies, stop * self.copies))
-            for part in self._measure(batch, stop - start):
+        for start, stop, examples in self._spans(rows):
+            whole = stop - start == rows
+            batch = self.batch if whole else take(self.batch, slice(start, stop))
+            for part in self._measure(batch, examples):
                 if whole and part.complete:
                     self._kept.append(part)
                 yield part
                 del part  # before the next one is recorded
+
+    def _spans(self, rows: int) -> Iterator[tuple[int, int, int]]:
+        """The rows in parts: where each begins and ends, and how many examples it has."""
+        at_once = self._at_once(rows // self.copies) * self.copies
+        sizes = sizes_of(self.batch)
+        if sizes is None:
+            for start in range(0, rows, at_once):
+                stop = min(start + at_once, rows)
+                yield start, stop, (stop - start) // self.copies
+            return
+        start = stop = owners = 0
+        for size in sizes.tolist():
+            if owners and stop + size - start > at_once:
+                yield start, stop, owners
+                start, owners = stop, 0
+            stop, owners = stop + size, owners + 1
+        if owners:
+            yield start, stop, owners
 
     def _at_once(self, examples: int) -> int:
         rows = rows_at_once(self.batch)  # fewer than all if they are still to be fetched, whatever the micro-batch
@@ -149,9 +217,14 @@ class Gradients:
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout
-        blocks = self.blocks or (1.0,) * len(layout.names)
+        blocks = self.blocks or self.shape or (1.0,) * len(layout.names)
+        if self.blocks and self.shape:
+            blocks = tuple(b * s for b, s in zip(self.blocks, self.shape, strict=True))
         uses = None if self.ascent else self.engine.uses(batch, self.points, self.copies)
         if uses is not None:
+            for use in uses:
+                if isinstance(use, Outer | Ragged):
+                    use.exact = self.exact
             pieces = [(use, i) for i, use in enumerate(uses) if use is not None]
             yield _Pass.of(self.engine, pieces, blocks, examples)
             return
@@ -229,6 +302,42 @@ class _Pass:
             else:
                 use.add_weighted(views[i], weights if self.blocks[i] == 1 else weights * self.blocks[i], accumulate)
 
+    def add_clipped_layers(self, flat: Tensor, bound: float, layers: Layers, accumulate: bool) -> None:
+        """Write Σ_i of the gradients with each layer's part clipped to its share of the bound, or add it there."""
+        if not accumulate:
+            flat.zero_()
+        views = self.engine.layout.views(flat)
+        for (_, share), mine in zip(layers, self._by_layer(layers), strict=True):
+            weights = self.of_finite(limits(self._norms_of(mine), bound * share, most=1.0))
+            for use, b, place in mine:
+                use.add_weighted(views[place], weights if b == 1 else weights * b, True)
+
+    def largest(self, layers: Layers) -> Tensor:
+        """Of every example the largest norm of a layer over its share: the bound from which on none is clipped."""
+        norms = [self._norms_of(mine) / share for (_, share), mine in zip(layers, self._by_layer(layers), strict=True)]
+        return torch.stack(norms).amax(0)
+
+    def _norms_of(self, mine: list[tuple[Use, float, int]]) -> Tensor:
+        uses, layout = [(use, b) for use, b, _ in mine], self.engine.layout
+        return norms_of(uses, len(self.norms), layout.dtype, layout.device)[0]
+
+    def _by_layer(self, layers: Layers) -> list[list[tuple[Use, float, int]]]:
+        """Uses by layer, each with its factor and its parameter's place."""
+        found: dict[int, tuple[Use, float, int]] = {}
+        for use, place in self.pieces:
+            if place is not None:
+                found[place] = (use, self.blocks[place], place)
+                continue
+            sizes = [parameter.numel() for parameter in self.engine.layout.parameters]
+            for i, rows in enumerate(use.dense().split(sizes, 1)):  # scaled already
+                found[i] = (Dense(rows), 1.0, i)
+        return [[found[place] for place in places if place in found] for places, _ in layers]
+
+
+def as_fractions(fraction: ByNorm, norms: Tensor) -> Tensor:
+    """A user's fractions, in [0, 1]; a half, which counts as nothing, where one is not finite."""
+    return _by_norm(fraction, norms, 0.5).clamp(0, 1)
+
 
 def _by_norm(function: ByNorm, norms: Tensor, otherwise: float) -> Tensor:
     """A user's function of the norms, one value per example; `otherwise` where it is not finite."""
@@ -262,6 +371,11 @@ class Clipper:
         self._engine = Engine(model, loss_fn, engine)
         self._streams = Streams(seed)
         self._calls = 0
+
+    @property
+    def path(self) -> str:
+        """How gradients are computed: rules for "layers" or "functions", the "loop", "unknown" before a lot."""
+        return self._engine.path
 
     def clipped_sum(
         self,

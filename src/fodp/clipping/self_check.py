@@ -16,14 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from fodp._checks import PrivacyError
-from fodp.clipping.batches import Batch, Keyed, batch_size, doubled, rows_at_once, take, tensors
+from fodp.clipping.batches import (
+    Batch,
+    Keyed,
+    batch_size,
+    doubled,
+    examples_in,
+    plain,
+    rows_at_once,
+    rows_of,
+    sizes_of,
+    take,
+    take_examples,
+    tensors,
+)
 from fodp.clipping.fallback import Unseparable
+from fodp.clipping.loss_form import refuse_joint
 from fodp.draws import Source
 
 if TYPE_CHECKING:
     from fodp.clipping.engine import Engine
 
 _PAIRS = 4
+_ROWS = 32  # of which two with a gradient are looked for, where the pairs have none
 # How far losses and back-signals of untouched rows may move, relative to the lot's largest: rounding over another
 # number of rows reaches 1e-5, and vanishes in float64; what does not vanish there is no rounding.
 _MOVED, _CLEARLY_MOVED = 1e-5, 1e-3
@@ -35,12 +50,25 @@ def tolerance(half_precision: bool) -> float:
     return 3e-2 if half_precision else 1e-3
 
 
+def refuse_wrong_form(engine: "Engine", empty: Batch) -> None:
+    """Raise if the loss of a batch without examples is no vector of losses: found before any data is used or charged.
+
+    Not every model takes an empty batch; one that fails on it is asked again with the first lot.
+    """
+    with _buffers_kept(engine.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            losses = engine.loss_fn(engine.model, plain(empty))
+        except Exception:
+            return
+    refuse_joint(losses, 0)
+
+
 # --- one example, twice --------------------------------------------------------------------------------------
 
 
 def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
     """Raise if an example's loss depends on randomness of its own making, or on what is trained elsewhere."""
-    one: Keyed = take(_with_draws(batch), slice(0, 1))
+    one: Keyed = take(with_draws(batch), slice(0, 1))
     seen: list[tuple[Tensor, list[Tensor]]] = []
 
     def trainable() -> list[Tensor]:
@@ -97,7 +125,7 @@ def _refuse_outside_leaves(engine: "Engine", losses: Tensor, one: Batch) -> None
         waiting += [before for before, _ in node.next_functions]
 
 
-def _with_draws(batch: Batch) -> Keyed:
+def with_draws(batch: Batch) -> Keyed:
     """The batch with draws of its own, for a check only, if it has none."""
     if isinstance(batch, Keyed):
         return batch
@@ -118,18 +146,27 @@ def problem(engine: "Engine", batch: Batch) -> str | None:
     Runs in the model's own mode, its dropout included; leaves no trace. Pairs of examples whose gradients vanish
     or are not finite, or that a tie keeps apart, say nothing; then the next pair is asked.
     """
-    batch = _with_draws(batch)
-    rows = batch_size(batch)
+    batch = with_draws(batch)
     found: str | None = None
     with _buffers_kept(engine.model):
-        for i in range(min(rows // 2, _PAIRS)):
-            pair = take(batch, torch.tensor([i, rows - 1 - i]))
+        for first, second in _pairs(engine, batch):
+            pair = take_examples(batch, torch.tensor([first, second]))
             found = disagreement(engine, pair)
             if found and _is_a_tie(engine, pair):
                 found = None
             if found is not None:
                 break
     return found
+
+
+def _pairs(engine: "Engine", batch: Batch) -> Iterator[tuple[int, int]]:
+    """Examples to compare: a few from both ends, and if those say nothing, two that have a gradient."""
+    rows = examples_in(batch)
+    yield from ((i, rows - 1 - i) for i in range(min(rows // 2, _PAIRS)))
+    some = take_examples(batch, torch.arange(min(rows, _ROWS)))
+    norms = [float(gradient.norm()) for gradient in engine.example_gradients(some)]
+    telling = [i for i, norm in enumerate(norms) if 1e-9 < norm < float("inf")]
+    yield from zip(telling[:1], telling[-1:], strict=True) if len(telling) > 1 else ()
 
 
 def disagreement(engine: "Engine", pair: Batch) -> str | None:
@@ -139,9 +176,13 @@ def disagreement(engine: "Engine", pair: Batch) -> str | None:
     # In both orders: a model that sorts its examples leaves one of them as it is.
     for order in ([0, 1], [1, 0]):
         try:
-            fast, norms = _fast(engine, take(pair, torch.tensor(order)))
+            fast, norms = _fast(engine, take_examples(pair, torch.tensor(order)))
+        except PrivacyError:
+            raise
         except Unseparable as reason:
             return str(reason)
+        except Exception as error:  # the loop, which has just done these examples, needs no second run of anything
+            return f"recording a pass of two examples failed ({type(error).__name__}: {error})"
         if not (totals.isfinite() & (totals > 1e-9)).all():
             return None
         for i, name in enumerate(engine.layout.names):
@@ -173,7 +214,7 @@ def _is_a_tie(engine: "Engine", pair: Batch) -> bool:
     A library may round differently over two examples than over one. Models mix examples in float64 just as well.
     """
     try:
-        with _in_double(engine.model):
+        with _in_double(engine):
             return disagreement(engine, doubled(pair)) == ""
     except Exception:  # a model or a loss without float64: there is no second opinion
         return False
@@ -186,12 +227,17 @@ def mixing(engine: "Engine", batch: Batch) -> str:
     """How one example of this lot reaches another's loss or gradient; "" if in no way that was tried."""
     rows = batch_size(batch)
     most = min(rows_at_once(batch), engine.rows_at_once or rows)  # the loss is never given more at once
-    batch = take(_with_draws(batch), slice(0, most))
-    if most < 2:
+    batch = with_draws(batch)
+    sizes = sizes_of(batch)  # of people, all of whose records come and go together: these may know of each other
+    if sizes is None:
+        batch = take(batch, slice(0, most))
+    else:
+        batch = take_examples(batch, torch.arange(max(2, int((sizes.cumsum(0) <= most).sum())))[: len(sizes)])
+    if examples_in(batch) < 2:
         return ""
     with _buffers_kept(engine.model):
         whole = engine.traced(_copied(batch))
-        for what, order, same in _trials(whole[0]):
+        for what, order, same in _trials_of_rows(whole[0], batch):
             moved = _moved(whole, engine.traced(take(batch, order)), order, same)
             if moved > _MOVED and not _is_rounding(engine, batch, order, same, moved):
                 return (
@@ -199,6 +245,17 @@ def mixing(engine: "Engine", batch: Batch) -> str:
                     "others"
                 )
     return ""
+
+
+def _trials_of_rows(losses: Tensor, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The trials on examples, or on owners with all of their rows, in rows."""
+    sizes = sizes_of(batch)
+    if sizes is None:
+        yield from _trials(losses)
+        return
+    of_owners = torch.stack([part.nan_to_num(0).sum() for part in losses.split(sizes.tolist())])
+    for what, order, same in _trials(of_owners):
+        yield what, rows_of(batch, order), same.repeat_interleave(sizes[order])
 
 
 def _trials(losses: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -247,7 +304,7 @@ def _moved(whole: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
 def _is_rounding(engine: "Engine", batch: Batch, order: Tensor, same: Tensor, moved: float) -> bool:
     """Whether what has moved hardly moves in float64; without float64 only what is clear counts."""
     try:
-        with _in_double(engine.model):
+        with _in_double(engine):
             whole = doubled(batch)
             again = _moved(engine.traced(_copied(whole)), engine.traced(take(whole, order)), order, same)
     except (RuntimeError, TypeError, ValueError, Unseparable):
@@ -272,13 +329,16 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_double(model: nn.Module) -> Iterator[None]:
-    """The model in float64; afterwards exactly as before."""
+def _in_double(engine: "Engine") -> Iterator[None]:
+    """The model, and vectors of its gradients, in float64; afterwards exactly as before."""
+    model, layout = engine.model, engine.layout
     saved = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    dtype, layout.dtype = layout.dtype, torch.float64
     try:
         for tensor, value in saved:
             tensor.data = value.double()
         yield
     finally:
+        layout.dtype = dtype
         for tensor, value in saved:
             tensor.data = value

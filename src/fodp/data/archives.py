@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp._checks import DataError
 from fodp._extras import need
 
 
@@ -78,7 +78,7 @@ def _fetch_one(archive: Archive, progress: bool) -> Path:
             )
         )
     except (OSError, ValueError) as error:  # requests' errors are OSErrors, a wrong checksum is a ValueError
-        raise PrivacyError(
+        raise DataError(
             f"could not download {archive.url} ({_reason(error)}); get {archive.file} another way and name "
             "its folder with data_dir, --data-dir or FODP_DATA"
         ) from error

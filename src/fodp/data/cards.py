@@ -1,6 +1,8 @@
 """Public cards: every number about a data set that a plan may use. Nothing here ever looks at the data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,24 @@ class Card:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     constants: str  # where scale, mean and std come from
+    schema: Mapping[str, Any] | None = None  # of a table: its public columns, and which of them is the target
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether a number is predicted, scaled by its public bounds to [-1, 1], and not a class."""
+        return self.target_bounds is not None
+
+    @property
+    def target_bounds(self) -> tuple[float, float] | None:
+        """The public bounds of a number that is predicted."""
+        bounds = None if self.schema is None else self.schema["columns"][self.schema["target"]].get("bounds")
+        return None if bounds is None else (float(bounds[0]), float(bounds[1]))
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """What the classes of a table are called; None where they are numbers."""
+        values = None if self.schema is None else self.schema["columns"][self.schema["target"]].get("values")
+        return None if values is None else tuple(values)
 
     @property
     def lot_size(self) -> int:
@@ -108,8 +128,27 @@ CARDS = {
 }
 
 
+_CONSTANTS = {  # of one's own data: whether it is uint8, whether it is a table
+    (True, False): _RANGE,
+    (False, False): "floating-point values are used as they stand",
+    (False, True): "the public bounds and values of the schema; no data was looked at",
+}
+
+
+def default_rate(size: int) -> float:
+    """About 256 examples (or people) a lot, but never more than a tenth of a small set."""
+    return min(0.1, 256 / size)
+
+
 def own_card(
-    name: str, *, assume_size: int, test_size: int, classes: int, shape: tuple[int, ...], is_uint8: bool
+    name: str,
+    *,
+    assume_size: int,
+    test_size: int,
+    classes: int,
+    shape: tuple[int, ...],
+    is_uint8: bool,
+    schema: Mapping[str, Any] | None = None,
 ) -> Card:
     """The card of a user's own data: public numbers as stated, and defaults that depend on those alone."""
     return Card(
@@ -120,10 +159,10 @@ def own_card(
         test_size=test_size,
         classes=classes,
         shape=shape,
-        # About 256 examples a lot, but never more than a tenth of a small set.
-        sampling_rate=min(0.1, 256 / assume_size),
+        sampling_rate=default_rate(assume_size),
         scale=255.0 if is_uint8 else 1.0,
         mean=(0.5,) if is_uint8 else (0.0,),
         std=(0.5,) if is_uint8 else (1.0,),
-        constants=_RANGE if is_uint8 else "floating-point values are used as they stand",
+        constants=_CONSTANTS[is_uint8, schema is not None],
+        schema=schema,
     )

@@ -1,11 +1,12 @@
 """The one entry: a name or a file becomes normalised tensors with a public card."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fodp._checks import PrivacyError, whole
+from fodp._checks import ConfigurationError, DataError, whole
 from fodp.data.cards import CARDS, Card, own_card
 
 if TYPE_CHECKING:  # so that asking for a card, or for --help, does not wait for torch
@@ -19,16 +20,17 @@ LARGEST_VALIDATION = 5000  # enough to choose hyper-parameters; 45,000 float ima
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set, ready to use: `train` is private; `validation` and `test` are taken to be public.
+    """A data set, ready to use: `train` is private; `validation` and `test` are taken to be public, and may be empty.
 
     `validation` holds training examples beyond the first `card.train_size`, at most 5,000, for choosing
-    hyper-parameters; it may be empty.
+    hyper-parameters.
     """
 
     card: Card
     train: "TensorDataset"
     validation: "TensorDataset"
     test: "TensorDataset"
+    owners: Sequence[int | str] | None = None  # whose each training example is, where that is known
 
 
 def load(
@@ -46,9 +48,9 @@ def load(
     """Load `digits`, `cifar10`, `cifar100`, `svhn` or a user's own `.npz`.
 
     Args:
-        name: a data set's name, or the path of an `.npz` with train_images, train_labels, test_images and
-            test_labels. Images are uint8 (mapped to [-1, 1]) or floating point (used as they are), of the
-            shape (n, features), (n, h, w), (n, h, w, c) or (n, c, h, w).
+        name: a data set's name, or the path of an `.npz` with train_images, train_labels and, to score on,
+            test_images and test_labels. Images are uint8 (mapped to [-1, 1]) or floating point (used as they
+            are), of the shape (n, features), (n, h, w), (n, h, w, c) or (n, c, h, w).
         data_dir: folder with `<name>.npz` or the official archives; default: the variable FODP_DATA. What
             is not there is downloaded to the user's cache.
         train_size: train on the first so many examples of a named data set (default: its card's).
@@ -68,7 +70,9 @@ def load(
     label = str(name)
     if label in CARDS:
         if assume_size is not None or classes is not None:
-            raise PrivacyError(f"{label} has a public card; leave assume_size and classes out (train_size cuts it)")
+            raise ConfigurationError(
+                f"{label} has a public card; leave assume_size and classes out (train_size cuts it)"
+            )
         card = CARDS[label]
         card = replace(
             card,
@@ -79,17 +83,20 @@ def load(
         return _split(arrays, card, train_stop=card.train_size, flatten=flatten)
     if label.endswith(".npz"):
         if train_size is not None:
-            raise PrivacyError(f"train_size={train_size} cuts a named data set; for your own {label} state assume_size")
+            raise ConfigurationError(
+                f"train_size={train_size} cuts a named data set; for your own {label} state assume_size"
+            )
         arrays, card = _read_own(Path(name), assume_size, classes, test_size)
         return _split(arrays, card, train_stop=len(arrays.train_images), flatten=flatten)
-    raise PrivacyError(
-        f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file; got {label!r}"
+    raise ConfigurationError(
+        f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file (a table: from_table); got "
+        f"{label!r}"
     )
 
 
 def _read_own(path: Path, assume_size: int | None, classes: int | None, test_size: int | None) -> "tuple[Arrays, Card]":
     if assume_size is None or classes is None:
-        raise PrivacyError(
+        raise ConfigurationError(
             f"for your own data {path} state assume_size (--assume-size) and classes (--classes), as public "
             "numbers: counted from the file they would reveal who is in it"
         )
@@ -119,7 +126,7 @@ def _read_named(card: Card, data_dir: str | Path | None, *, download: bool, prog
     checks.check(arrays, where, card.classes)
     images = arrays.train_images
     if images.shape[1:] != card.shape or images.dtype != "uint8":
-        raise PrivacyError(
+        raise DataError(
             f"images of {where} must be uint8 of shape {card.shape} (channels first) each, "
             f"got {images.dtype} of {images.shape[1:]}; is it really {card.name}?"
         )
@@ -128,7 +135,7 @@ def _read_named(card: Card, data_dir: str | Path | None, *, download: bool, prog
 
 def _find(name: str, data_dir: str | Path | None, *, download: bool, progress: bool) -> "tuple[Arrays, object]":
     """The arrays of a named data set and where they come from: an .npz, official archives, the network."""
-    from fodp.data import archives, cifar, digits, npz, svhn
+    from fodp.data import archives, digits, npz, official
 
     if name == "digits":
         return digits.read(), "digits"
@@ -141,13 +148,12 @@ def _find(name: str, data_dir: str | Path | None, *, download: bool, progress: b
     if not paths or not all(path.exists() for path in paths):
         if not download:
             files = " and ".join(archive.file for archive in archives.ARCHIVES[name])
-            raise PrivacyError(
+            raise DataError(
                 f"{name} is not in {folder or 'any folder (FODP_DATA is not set)'} and downloading is off; "
                 f"put {name}.npz or {files} into a folder and name it with data_dir, --data-dir or FODP_DATA"
             )
         paths = archives.fetch(name, progress=progress)
-    arrays = svhn.read(*paths) if name == "svhn" else cifar.read(name, *paths)
-    return arrays, paths[0]
+    return official.read(name, paths), paths[0]
 
 
 def _folder(data_dir: str | Path | None) -> Path | None:
@@ -157,7 +163,7 @@ def _folder(data_dir: str | Path | None) -> Path | None:
     folder = Path(chosen).expanduser()
     if not folder.is_dir():
         # A mistyped folder must not end in a silent download.
-        raise PrivacyError(f"{origin} must name an existing folder, got {str(chosen)!r}; correct or unset it")
+        raise DataError(f"{origin} must name an existing folder, got {str(chosen)!r}; correct or unset it")
     return folder
 
 
@@ -169,7 +175,7 @@ def _split(arrays: "Arrays", card: Card, *, train_stop: int, flatten: bool) -> S
         (card.test_size, "test_size", len(arrays.test_images)),
     ):
         if present < asked:
-            raise PrivacyError(
+            raise DataError(
                 f"{card.name} needs {asked} examples but the file holds {present}; "
                 f"fetch the whole data set or ask for {option}={present} or less"
             )

@@ -1,14 +1,13 @@
-"""Hot loops in C, compiled once per machine where a C compiler exists: keystreams (`keystream.c`), normals
-(`normals.c`), the pass over a memory (`recall.c`), norms of gradients (`norms.c`), their weighted sum in a
-linear layer (`products.c`), norms and sums of an embedding's (`tables.c`), and an optimizer's update (`updates.c`).
+"""Hot loops in C, compiled once per machine where a C compiler exists: normals (`normals.c`), the pass over a memory
+(`recall.c`), squared norms (`squares.c`), norms and sums of an embedding's gradients (`tables.c`). What each of them
+saves is in docs/performance.md.
 
 Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
-in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The library is
-compiled at its first use (under a second) into the user's cache folder and is used only if it reproduces the
-reference (`checks.py`). `FODP_KERNELS=0` in the environment does without it.
+in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The loops are
+compiled at their first use (a second or two) into the user's cache folder and are used only if they reproduce the
+reference (`checks.py`). `FODP_KERNELS=0` in the environment does without them.
 """
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from fodp.kernels.checks import is_right
+from fodp.kernels.library import Library
 
 SOURCES = {file.name: file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
 
@@ -30,46 +30,24 @@ _FLAGS = "-O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp-
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, None where there is none or it does not reproduce the reference."""
+def library() -> Library | None:
+    """The compiled loops, None where there are none or they do not reproduce the reference."""
     if os.environ.get("FODP_KERNELS") == "0" or sys.platform != "linux" or sys.byteorder != "little":
         return None
     try:
-        found = ctypes.CDLL(str(_compiled()))
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        found.fodp_keystream.argtypes = [pointer, size, ctypes.c_char_p, ctypes.c_uint64]
-        found.fodp_normals.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float]
-        found.fodp_normals.restype = None
-        for recall in (found.fodp_recall, found.fodp_recall_bfloat16):
-            rows, kept = (pointer, size, pointer, size, size, pointer), (pointer, size, size, pointer, ctypes.c_float)
-            recall.argtypes = [pointer, *rows, *kept, ctypes.c_int, ctypes.c_float]
-            recall.restype = None
-        for follow in (found.fodp_follow, found.fodp_follow_bfloat16):
-            follow.argtypes, follow.restype = [pointer, pointer, ctypes.c_float, size], None
-        found.fodp_add_squares.argtypes = [pointer, size, pointer, pointer, pointer, size]
-        found.fodp_add_squares.restype = None
-        found.fodp_square_sums.argtypes, found.fodp_square_sums.restype = [pointer, pointer, size, size], None
-        found.fodp_gram_sums.argtypes, found.fodp_gram_sums.restype = [*[pointer] * 3, *[size] * 3], None
-        found.fodp_roots.argtypes = [pointer, pointer, size, ctypes.c_double]
-        found.fodp_limits.argtypes = [pointer, pointer, size, *[ctypes.c_float] * 3]
-        found.fodp_limits.restype = None
-        found.fodp_product.argtypes = [*[pointer] * 4, size, size, size, ctypes.c_int, pointer]
-        found.fodp_adambc.argtypes, found.fodp_adambc.restype = [*[pointer] * 4, size, *[ctypes.c_float] * 7], None
-        found.fodp_scatter.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
-        found.fodp_table_squares.argtypes = [pointer] * 4 + [size] * 3 + [pointer, size, pointer]
-        found.fodp_table_squares.restype = None
+        found = Library(_compiled())
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):  # RuntimeError: no home folder
         return None
     return found if is_right(found) else None
 
 
-def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """The compiled library, None also if it cannot read these tensors."""
+def library_for(*tensors: torch.Tensor) -> Library | None:
+    """The compiled loops, None also if they cannot read these tensors."""
     return library() if can_read(*tensors) else None
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether compiled loops can: some float32 in main memory, side by side; nothing has no address."""
+    """Whether compiled loops can read these: float32 in main memory, side by side, and at least one number."""
     for tensor in tensors:  # no generator: this is asked a dozen times in every step
         if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.numel() == 0 or not tensor.is_contiguous():
             return False

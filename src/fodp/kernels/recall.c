@@ -1,85 +1,72 @@
-/* The pass over a memory, for rows of float and rows of bfloat16. */
+/* One pass over a memory of earlier releases: it is mixed into a vector, and the vector is remembered on the way. */
 #include "common.h"
 
-#define CHUNK 4096 /* columns: forty rows of them stay in a core's second cache */
-#define AHEAD 1024 /* columns: far enough to have arrived when they are asked for */
-#define APART static __attribute__((noinline)) void /* loops that share a function also share its registers */
+#define CHUNK 2048 /* columns: what all rows have of them stays in a core's second cache while it is read twice */
 #define EIGHT _Pragma("GCC unroll 8") for (size_t j = 0; j < 8; j++)
-#define ALL_PARTS _Pragma("GCC unroll 2") for (size_t p = 0; p < PARTS; p++)
 
-typedef struct { floats part[1]; } one;
-typedef struct { floats part[2]; } two;
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-
-/* How many of m entries the p-th part has. */
-static inline size_t share(size_t m, size_t p) { return m > p * LANES ? least(m - p * LANES, LANES) : 0; }
-
-static inline floats part(const float *entries, size_t p, size_t m) {
-    floats x = {0};
-    memcpy(&x, entries, sizeof(float) * m);
-    return x;
+/* out += weights * rows. Eight rows at a time, since one alone would keep the processor waiting for memory; where there
+   are fewer, the last one fills the places, without weight. */
+static void mix(float *restrict out, const float *table, size_t stride, size_t count, const float *weights, size_t n) {
+    for (size_t r = 0; r < count; r += 8) {
+        const float *rows[8];
+        float by[8];
+        EIGHT {
+            rows[j] = table + least(r + j, count - 1) * stride;
+            by[j] = r + j < count ? weights[r + j] : 0;
+        }
+        #pragma omp simd
+        for (size_t i = 0; i < n; i++) {
+            float total = out[i];
+            EIGHT total += by[j] * rows[j][i];
+            out[i] = total;
+        }
+    }
 }
 
-static inline void keep(float *entries, one x, size_t m) { memcpy(entries, &x, sizeof(float) * m); }
-static inline one matched(one x) { return x; }
-static inline one unmatched(one x) { return x; }
-
-/* Two entries of bfloat16 share a word: the first part has the lower ones, the second the upper ones. */
-static inline floats part_bfloat16(const uint16_t *entries, size_t p, size_t m) {
-    words x = {0};
-    memcpy(&x, entries, sizeof(uint16_t) * m);
-    return (floats)(p ? x & 0xFFFF0000 : x << 16);
+/* trend += gamma (v - trend), from the nearer end, as PyTorch's lerp: gamma 1 gives v to the last bit. */
+static void follow(float *restrict trend, const float *restrict v, float gamma, size_t n) {
+    if (gamma < 0.5f) for (size_t i = 0; i < n; i++) trend[i] += gamma * (v[i] - trend[i]);
+    else for (size_t i = 0; i < n; i++) trend[i] = v[i] - (1 - gamma) * (v[i] - trend[i]);
 }
 
-#ifdef __clang__
-#define PICK(x, ...) __builtin_shufflevector(x.part[0], x.part[1], __VA_ARGS__)
-#else
-#define PICK(x, ...) __builtin_shuffle(x.part[0], x.part[1], (ints){__VA_ARGS__})
-#endif
-
-static inline two matched_bfloat16(two x) {
-    return (two){{PICK(x, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                  PICK(x, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)}};
+/* squares += |rows - trend|^2: within a chunk in float, over the chunks in double. Four rows at a time, for one sum alone
+   would wait for its own last addition. */
+static void add_distances(double *squares, const float *table, size_t stride, size_t count, const float *trend,
+                          size_t n) {
+    for (size_t r = 0; r < count; r += 4) {
+        const float *rows[4];
+        for (size_t j = 0; j < 4; j++) rows[j] = table + least(r + j, count - 1) * stride;
+        float a = 0, b = 0, c = 0, d = 0;
+        #pragma omp simd reduction(+ : a, b, c, d)
+        for (size_t i = 0; i < n; i++) {
+            a += (rows[0][i] - trend[i]) * (rows[0][i] - trend[i]);
+            b += (rows[1][i] - trend[i]) * (rows[1][i] - trend[i]);
+            c += (rows[2][i] - trend[i]) * (rows[2][i] - trend[i]);
+            d += (rows[3][i] - trend[i]) * (rows[3][i] - trend[i]);
+        }
+        float sums[4] = {a, b, c, d};
+        for (size_t j = 0; j < 4 && r + j < count; j++) squares[r + j] += sums[j];
+    }
 }
 
-static inline two unmatched_bfloat16(two x) {
-    return (two){{PICK(x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
-                  PICK(x, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)}};
+/* out = scale out + sum_r weights[r] table[r] over the first `count` rows. Then, if there is a trend, and v is the new
+   out, or with `earlier` what out was: table[row] = v, trend += gamma (v - trend), squares[r] = |table[r] - trend|^2 of
+   the first `kept` rows, and squares[kept] = |trend|^2. Chunk by chunk, so that everything comes from main memory once;
+   so v may be written over the oldest row, of which the chunk has been read. */
+void fodp_recall(float *out, float *table, size_t stride, size_t size, const float *weights, size_t count, float scale,
+                 int earlier, float *trend, float gamma, size_t row, double *squares, size_t kept) {
+    float before[CHUNK];
+    for (size_t j = 0; trend && j <= kept; j++) squares[j] = 0;
+    for (size_t at = 0; at < size; at += CHUNK) {
+        size_t n = least(size - at, CHUNK);
+        const float *v = out + at;
+        if (earlier) v = memcpy(before, v, sizeof(float) * n);
+        if (scale != 1) for (size_t i = 0; i < n; i++) out[at + i] *= scale;
+        mix(out + at, table + at, stride, count, weights, n);
+        if (!trend) continue;
+        memcpy(table + row * stride + at, v, sizeof(float) * n);
+        follow(trend + at, v, gamma, n);
+        add_distances(squares, table + at, stride, kept, trend + at, n);
+        squares[kept] += square_sum(trend + at, n);
+    }
 }
-
-/* To the nearest, ties to even, as PyTorch rounds; in the upper half of each word. */
-static inline words rounded(floats x) {
-    words bits = (words)x, number = (words)(x == x);
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & number) | (0x7FC00000 & ~number);
-}
-
-static inline void keep_bfloat16(uint16_t *entries, two x, size_t m) {
-    two y = matched_bfloat16(x);
-    words both = rounded(y.part[0]) >> 16 | (rounded(y.part[1]) & 0xFFFF0000);
-    memcpy(entries, &both, sizeof(uint16_t) * m);
-}
-
-static inline double sum(floats x) {
-    double total = 0;
-    for (size_t i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
-/* All columns of a chunk, a vector at a time; the last one may be shorter. */
-#define COLUMNS(DO) do { \
-    size_t at = 0; \
-    for (; at + PARTS * LANES <= n; at += PARTS * LANES) DO(at, PARTS * LANES); \
-    if (at < n) DO(at, n - at); \
-} while (0)
-
-#define OF(name) name
-#define ENTRY float
-#define PARTS 1
-#define vector one
-#include "recall.h"
-
-#define OF(name) name##_bfloat16
-#define ENTRY uint16_t
-#define PARTS 2
-#define vector two
-#include "recall.h"

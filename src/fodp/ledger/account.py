@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
-from fodp._accountants import Floats
-from fodp._checks import PrivacyError
-from fodp.budget import RenyiBudget
+from fodp._checks import LedgerError
+from fodp.accounting.budget import RenyiBudget
+from fodp.accounting.releases import Floats
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
 
@@ -68,7 +68,8 @@ class Account:
 
     def settle(self, steps: int) -> None:
         """The training has stopped in good order after `steps` steps: give back what was reserved and not used."""
-        used = max(steps, self._before)  # an earlier process may have got further: that stays charged
+        # An earlier process may have got further: that stays charged. Steps that were jumped over were never granted.
+        used = max(min(steps, self._granted), self._before)
         with self._store.writing():
             self._refuse_lost_hold()
             entry = self._append("settle", used)
@@ -97,4 +98,4 @@ class Account:
 
     def _refuse_lost_hold(self) -> None:
         if self._store.of_run(self._opened.run).opened != self._opened.id:
-            raise PrivacyError("this run was resumed by another process, which goes on with it: this one stops here")
+            raise LedgerError("this run was resumed by another process, which goes on with it: this one stops here")

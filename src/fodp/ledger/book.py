@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fodp
-from fodp import _accountants, _checks
-from fodp._accountants import Floats
-from fodp._checks import PrivacyError
-from fodp.accounting import Phase, rounded_up
-from fodp.budget import RenyiBudget, Repetitions, phases_to_data
+from fodp import _checks
+from fodp._checks import BudgetError, ConfigurationError, DataError, LedgerError
+from fodp.accounting import Phase, phases_to_data, rounded_up
+from fodp.accounting.budget import RenyiBudget, Repetitions
+from fodp.accounting.releases import Floats
+from fodp.accounting.renyi import ORDERS
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
 from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
@@ -62,16 +63,20 @@ class Ledger:
         wait: float = 0.0,
     ):
         if dataset is not None and not (isinstance(dataset, str) and dataset.strip()):
-            raise PrivacyError(f"dataset must be a name for the data, got {dataset!r}")
+            raise ConfigurationError(f"dataset must be a name for the data, got {dataset!r}")
         if budget is not None:
             if dataset is None:
-                raise PrivacyError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
+                raise ConfigurationError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
             _checks.positive("the budget's epsilon", budget[0])
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
         self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
         self._queue = Queue(wait)
         self.store = Store(path, create=create, verify=verify, older=older)
+
+    def __repr__(self) -> str:
+        named = "" if self.dataset is None else f", dataset={self.dataset!r}"
+        return f"Ledger({str(self.path)!r}{named})"
 
     @property
     def path(self) -> Path | str:
@@ -119,7 +124,7 @@ class Ledger:
         with self.store.writing():
             state = self.store.of_run(run)
             if not state.holds:
-                raise PrivacyError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
+                raise LedgerError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
             hold = Hold.of(self.store, state)
             self.store.append("release", hold.dataset, run, data=_who())
         return hold
@@ -128,9 +133,21 @@ class Ledger:
         """Has any data set in here a budget, or is about to get one?"""
         return self._wanted is not None or any(self.store.select("budget"))
 
-    def refuse_unfit(self, phases: Sequence[Phase], steps: int, *, seed: str | None = None) -> None:
-        """Raise if a new run of this many steps would not fit into the budget, or has a used seed. Changes nothing."""
+    def unit(self, dataset: str) -> str | None:
+        """Whom the spending on a data set is about, "record" or "person"; None while there is none."""
+        if self.store.marked(f"unit of {dataset}", limit=1):
+            return "person"
+        return "record" if self.store.of_data(dataset).runs else None
+
+    def refuse_unfit(
+        self, phases: Sequence[Phase], steps: int, *, seed: str | None = None, unit: str = "record"
+    ) -> None:
+        """Raise if a new run of this many steps would not fit: into the budget, for a used seed, for another unit.
+
+        Changes nothing.
+        """
         if self.dataset is not None:
+            self._refuse_other_unit(self.dataset, unit)
             budget = self._agreed_budget(self.dataset, phases)
             self._refuse_used_seed(seed, budget is not None)
             if budget is not None:
@@ -171,6 +188,7 @@ class Ledger:
                 budget, costs = stored, stored.costs(mine.phases)
             if known is None:
                 self._refuse_used_seed(mine.seed, budget is not None)
+                self._agree_on_unit(dataset, str(mine.about.get("unit", "record")))
             if budget is not None and costs is not None:
                 if known is None:
                     self._refuse_unfit(dataset, budget, costs, mine.steps)
@@ -194,21 +212,24 @@ class Ledger:
         left = budget.capacity - self.store.others_taken(dataset, mine.run)
         return max(0.0, min(float(costs[mine.steps]), left))
 
-    def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions) -> str:
+    def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions, *, unit: str = "record") -> str:
         """Charge for releasing the best of `repetitions.draw()` runs of `phases`; returns the charge's id.
+
+        `unit` is that of the runs' plans.
 
         The runs themselves then go without this ledger, and nothing of them but the best one may be looked at.
         """
         if self.dataset is None:
-            raise PrivacyError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
+            raise ConfigurationError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
         run, budget = f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
         curve = repetitions.rdp(phases)
         data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
         with self.store.writing():
+            self._agree_on_unit(self.dataset, unit)
             stored = self.budget(self.dataset)
             self._refuse_other_budget(self.dataset, stored)
             budget = stored or budget
-            rdp = None if budget is None else float(curve[_accountants.ORDERS.index(budget.order)])
+            rdp = None if budget is None else float(curve[ORDERS.index(budget.order)])
             if budget is not None and rdp is not None:
                 self._refuse_unfit(self.dataset, budget, np.array([0.0, rdp]), 1)
                 if stored is None:
@@ -225,12 +246,12 @@ class Ledger:
             known = 1 <= number <= self.store.count() and self.store.entry(number).chain == position[1]
             seen = any(entry.run == run for entry in self.store.marked(f"digest {digest}"))
         if not known:
-            raise PrivacyError(
+            raise LedgerError(
                 f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
                 "only that knows what was spent: a run goes on only with its ledger"
             )
         if not seen:
-            raise PrivacyError(
+            raise LedgerError(
                 "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
                 "restore a copy of it"
             )
@@ -239,7 +260,7 @@ class Ledger:
         """Go on with a ledger that is older than what was known, on purpose: every privacy card says so from now on."""
         mark = self.store.known_before()
         if mark is None:
-            raise PrivacyError(f"{self.path} is not older than what is known of it: there is nothing to accept")
+            raise LedgerError(f"{self.path} is not older than what is known of it: there is nothing to accept")
         data = {**_who(), "known": mark.entry, "found": self.store.count()}
         with self.store.writing():
             return self.store.append("rollback", "", data=data)
@@ -266,7 +287,7 @@ class Ledger:
     def _refuse_other_budget(self, dataset: str, stored: RenyiBudget | None) -> None:
         if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
             return
-        raise PrivacyError(
+        raise BudgetError(
             f"the budget of {dataset!r} in {self.path} is ({rounded_up(stored.epsilon, 6)}, {stored.delta:g}), not "
             f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
         )
@@ -274,7 +295,7 @@ class Ledger:
     def _refuse_late_budget(self, dataset: str) -> None:
         state = self.store.of_data(dataset)
         if state.runs and not state.budget:
-            raise PrivacyError(
+            raise BudgetError(
                 f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
             )
@@ -294,13 +315,29 @@ class Ledger:
             later=bool(costs[steps] <= budget.capacity - state.spent),
         )
 
+    def _refuse_other_unit(self, dataset: str, unit: str) -> None:
+        """An epsilon for people and one for single records do not add up to anything."""
+        people = bool(self.store.marked(f"unit of {dataset}", limit=1))
+        if people != (unit == "person") and (people or self.store.of_data(dataset).runs):
+            raise LedgerError(
+                f"what was spent on {dataset!r} in {self.path} is about a {'person' if people else 'record'}, and the "
+                f"unit of this run is a {unit}: the two do not add up. Give the runs about a {unit} another name for "
+                "the data (dataset=, --dataset-name; --allow-other-name says that it has two), with a budget of its own"
+            )
+
+    def _agree_on_unit(self, dataset: str, unit: str) -> None:
+        """Refuse another unit, or write down that this data set's is a person, before anything else is."""
+        self._refuse_other_unit(dataset, unit)
+        if unit == "person" and not self.store.marked(f"unit of {dataset}", limit=1):
+            self.store.append("unit", dataset, data={"unit": unit})
+
     def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:
         """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
         if seed is None:
             return
         for entry in self.store.marked(f"seed {seed}"):
             if guarded or self.budget(entry.dataset) is not None:
-                raise PrivacyError(
+                raise LedgerError(
                     f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
                     "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
                     "to go on with that run, resume it"
@@ -312,9 +349,9 @@ class Ledger:
 
     def _refuse_other_run(self, known: Entry, phases: Sequence[Phase]) -> None:
         if self.dataset is not None and self.dataset != known.dataset:
-            raise PrivacyError(f"the run belongs to the data set {known.dataset!r}, not {self.dataset!r}")
+            raise LedgerError(f"the run belongs to the data set {known.dataset!r}, not {self.dataset!r}")
         if known.data["phases"] != phases_to_data(phases):
-            raise PrivacyError("the ledger knows this run with other events: resume it with its own plan")
+            raise LedgerError("the ledger knows this run with other events: resume it with its own plan")
 
     def _check_fingerprint(self, dataset: str, run: str, mark: str | None) -> bool:
         """Is the data another than before? Then stop, or write down that it was allowed."""
@@ -324,7 +361,7 @@ class Ledger:
         mine = self._comparable_mark(newest, mark)
         changed = mine is not None and mine != mark
         if changed and not self.allow_changed_data:
-            raise PrivacyError(
+            raise DataError(
                 f"the data is not what it was when {dataset!r} was last used on this machine: use another name for "
                 "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
             )
@@ -351,7 +388,7 @@ class Ledger:
             known = [entry.dataset for entry in self.store.marked(f"data unnamed {mark}", limit=1)]
         if known:
             advice = "" if known[0].startswith(UNNAMED) else "use that name, or "
-            raise PrivacyError(
+            raise DataError(
                 f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
                 f"under another name: {advice}say that it has two on purpose (--allow-other-name, "
                 "allow_other_name=True)"

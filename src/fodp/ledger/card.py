@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from fodp import _accountants, accounting
-from fodp.accounting import Phase, rounded_up
-from fodp.budget import RenyiBudget, phases_from_data
+from fodp import accounting
+from fodp.accounting import Phase, phases_from_data, rounded_up
+from fodp.accounting.budget import RenyiBudget
+from fodp.accounting.renyi import epsilon_from_rdp
 from fodp.ledger.book import Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
@@ -14,13 +15,31 @@ from fodp.ledger.holds import when
 from fodp.ledger.rows import DataState, Entry
 
 _DELTAS = (1e-5, 1e-6, 1e-8)
-NOT_COVERED = (
+_NOT_COVERED = (
     "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
-    "looking at the data itself; scores on data that is itself private; people with several examples; public numbers "
+    "looking at the data itself; scores on data that is itself private; {people}; public numbers "
     "(sampling rate, lot size, steps) that came from the data; seeded runs against whoever knows the seed, and against "
     "everybody if a seed was used for a second run that this ledger, or this machine, does not know of; "
     "floating-point and timing attacks"
 )
+
+
+_UNITS = {
+    "record": (
+        "Unit: one training example. Adjacency: add or remove one example.",
+        "Sampling: Poisson, each example joins each step independently with the step's rate.",
+    ),
+    "person": (
+        "Unit: one person. Adjacency: one person with all of their records is added or removed.",
+        "Sampling: Poisson, each person joins each step independently with the step's rate.",
+    ),
+}
+
+
+def not_covered(unit: str) -> str:
+    """What no guarantee of a ledger counts."""
+    people = "people with several examples" if unit == "record" else "people whose records have several owners' names"
+    return _NOT_COVERED.format(people=people)
 
 
 def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
@@ -61,8 +80,7 @@ def card(record: dict[str, Any]) -> str:
         ]
     lines += [
         "If the runs below had been fixed in advance: " + _pairs(record["epsilons"]) + ".",
-        "Unit: one training example. Adjacency: add or remove one example.",
-        "Sampling: Poisson, each example joins each step independently with the step's rate.",
+        *_UNITS[record["unit"]],
         f"Accountant: {record['accountant']}"
         + ("" if budget is None else f"; the budget is kept by a Rényi filter at the fixed order {budget['order']:g}")
         + ".",
@@ -95,7 +113,7 @@ def card(record: dict[str, Any]) -> str:
         f"  {rollback}  an older copy of this ledger was put back on purpose: what it forgot is not counted above"
         for rollback in record["rollbacks"]
     ]
-    lines += ["", f"Not covered: {NOT_COVERED}."]
+    lines += ["", f"Not covered: {not_covered(record['unit'])}."]
     return "\n".join(lines)
 
 
@@ -107,9 +125,10 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
     used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
+        "unit": "person" if any(entry.kind == "unit" for entry in rows) else "record",
         "budget": None if budget is None else budget_record(budget, rows[-1].of_data),
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
-        "accountant": "privacy loss distributions (dp-accounting)" if not selected else "Rényi DP (dp-accounting)",
+        "accountant": "privacy loss distributions" if not selected else "Rényi DP",
         "runs": [run_record(entry, last[entry.run], budget) for entry in begun],
         "selections": [selection_record(entry, budget) for entry in selected],
         "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
@@ -178,12 +197,11 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     """ε of all runs as if planned in advance; selections have no loss distribution, so with them Rényi answers."""
     if not selected:
         return accounting.epsilon_of(used, delta)
-    spent = _accountants.RenyiAccountant()
-    spent.rdp = accounting.rdp_curve(used)[1]
+    rdp = accounting.rdp_curve(used)[1]
     for entry in selected:
         repetitions, phases = repeated(entry)
-        spent.rdp = spent.rdp + repetitions.rdp(phases)
-    return spent.epsilon(delta)
+        rdp = rdp + repetitions.rdp(phases)
+    return epsilon_from_rdp(rdp, delta)
 
 
 def _covered(first: Entry, last: Entry, budget: RenyiBudget | None) -> tuple[Phase, ...]:

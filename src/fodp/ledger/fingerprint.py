@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 from fodp._files import atomically
 
 _KIND = b"the name of this key, 2"  # marks made in another way are not comparable
@@ -47,11 +47,12 @@ def _secret() -> bytes | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomically(path, keep=True) as part:  # readable by its owner only
                 part.write_bytes(secrets.token_bytes(32))
-        if path.stat().st_mode & 0o077:
-            raise PrivacyError(f"{path} holds a secret but others may read it: chmod 600 {path}")
+        # Elsewhere the mode says nothing about others: Windows has lists of rights, and a home is its owner's.
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise LedgerError(f"{path} holds a secret but others may read it: chmod 600 {path}")
         key = path.read_bytes()
     except (OSError, RuntimeError):
         return None  # no home, or one that cannot be written: then there is no fingerprint
     if len(key) != 32:
-        raise PrivacyError(f"{path} is damaged ({len(key)} bytes instead of 32): restore a copy, or delete it")
+        raise LedgerError(f"{path} is damaged ({len(key)} bytes instead of 32): restore a copy, or delete it")
     return key

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 
 RESTORE = (
     "restore a copy, and see that it can be believed with `fodp ledger check COPY`; never begin a new ledger in its "
@@ -12,7 +12,7 @@ RESTORE = (
 )
 
 
-class NoLedger(PrivacyError):
+class NoLedger(LedgerError):
     """There is none where one was named."""
 
 
@@ -42,7 +42,7 @@ class Header(NamedTuple):
                 continue
             if len(rows) == 1 and (header.identity, header.seal()) == (identity, seal):
                 return header
-        raise PrivacyError(f"the ledger {where} is damaged (its header): {RESTORE}")
+        raise LedgerError(f"the ledger {where} is damaged (its header): {RESTORE}")
 
     def seal(self) -> str:
         """A checksum of the key."""

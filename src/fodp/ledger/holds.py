@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TypeVar
 
 from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp.budget import RenyiBudget
+from fodp._checks import BudgetError
+from fodp.accounting.budget import RenyiBudget
 from fodp.ledger.rows import Entry, RunState
 from fodp.ledger.store import Store
 
@@ -17,7 +17,7 @@ _SHOWN, _BACK = 3, 2000  # holders that a message names, and rows in which it lo
 _SHORTEST, _LONGEST = 0.2, 5.0  # seconds between two looks
 
 
-class NoRoom(PrivacyError):
+class NoRoom(BudgetError):
     """The budget has no room for a run; `later` says whether it has when those who hold some give it back."""
 
     def __init__(self, text: str, *, later: bool):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 from fodp._files import atomically
 from fodp.ledger.fingerprint import secret_file
 
@@ -49,7 +49,7 @@ class MarkFile:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
-        raise PrivacyError(
+        raise LedgerError(
             f"{self.path}, which says how far the ledger had come, cannot be read ({reason}): make it readable, or "
             "restore it; delete it only if you know that the ledger beside it is the newest copy"
         )

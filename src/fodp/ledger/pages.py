@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 from fodp.ledger.book import Ledger
 from fodp.ledger.card import budget_record, run_record, selection_record
 from fodp.ledger.rows import DataState
@@ -33,7 +33,7 @@ def known_names(ledger: Ledger) -> str:
 def _state_of(ledger: Ledger, dataset: str) -> DataState:
     state = ledger.store.of_data(dataset)
     if state == DataState():
-        raise PrivacyError(
+        raise LedgerError(
             f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}: mend the name"
         )
     return state
@@ -46,6 +46,7 @@ def _record(ledger: Ledger, name: str, state: DataState, page: int | None) -> di
     runs = [entry for entry in begun if entry.kind == "run"]
     return {
         "dataset": name,
+        "unit": ledger.unit(name) or "record",
         "budget": None if budget is None else budget_record(budget, state),
         "run_count": state.runs,
         "page": page,

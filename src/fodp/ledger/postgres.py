@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, LedgerError
 from fodp.ledger.header import RESTORE, Header, NoLedger
 from fodp.ledger.rows import Raw
 
@@ -50,7 +50,7 @@ class PostgresRows:
         if verify:
             found = self.faults()
             if found:
-                raise PrivacyError(f"the ledger {self.path} is damaged ({found[0]}): {RESTORE}")
+                raise LedgerError(f"the ledger {self.path} is damaged ({found[0]}): {RESTORE}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -152,7 +152,7 @@ class PostgresRows:
 
     def _refuse_two_answers(self, one: Any, other: Any) -> None:
         if one != other:
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger {self.path} is damaged (its indexes contradict each other), so it may have forgotten what "
                 f"was spent: {RESTORE}"
             )
@@ -160,7 +160,7 @@ class PostgresRows:
     def _refuse_password(self, parts: dict[str, Any]) -> None:
         if parts.get("password"):
             self.path = "of this address"
-            raise PrivacyError(
+            raise ConfigurationError(
                 "the address of the ledger has a password in it, which would be written into the folder of the run: "
                 "leave it out, and keep it in ~/.pgpass or PGPASSWORD"
             )
@@ -171,11 +171,11 @@ class PostgresRows:
         try:
             yield
         except (self._errors.DataCorrupted, self._errors.IndexCorrupted, self._errors.UndefinedTable) as error:
-            raise PrivacyError(f"the ledger {self.path} is damaged ({_first_line(error)}): {RESTORE}") from None
+            raise LedgerError(f"the ledger {self.path} is damaged ({_first_line(error)}): {RESTORE}") from None
         except self._errors.Error as error:
-            raise PrivacyError(f"the ledger {self.path} {what} ({_first_line(error)}): {fix}") from None
+            raise LedgerError(f"the ledger {self.path} {what} ({_first_line(error)}): {fix}") from None
         except OSError as error:  # of the mark
-            raise PrivacyError(f"the mark of the ledger {self.path} {what} ({error}): {fix}") from None
+            raise LedgerError(f"the mark of the ledger {self.path} {what} ({error}): {fix}") from None
 
 
 def _driver() -> Any:
@@ -183,7 +183,7 @@ def _driver() -> Any:
         import psycopg
         import psycopg.conninfo
     except ImportError:
-        raise PrivacyError('a ledger on PostgreSQL needs its driver: pip install "fodp[postgres]"') from None
+        raise LedgerError('a ledger on PostgreSQL needs its driver: pip install "fodp[postgres]"') from None
     return psycopg
 
 

@@ -125,12 +125,14 @@ _text = json.JSONEncoder(default=repr).encode  # repr: bytes where text should b
 
 
 def mark_of(kind: str, dataset: str, data: Mapping[str, Any]) -> str | None:
-    """What else a row is found by: a run by its seed, data by its fingerprint, a checkpoint by its digest.
+    """What else a row is found by: a run by its seed, data by its fingerprint or its unit, a checkpoint by its digest.
 
     Unnamed data is kept apart: there may be as much of it as there are runs, and nobody looks for all of it.
     """
     if kind == "data":
         return f"data {'unnamed ' if dataset.startswith(UNNAMED) else ''}{data.get('fingerprint')}"
+    if kind == "unit":
+        return f"unit of {dataset}"
     name = {"run": "seed", "checkpoint": "digest"}.get(kind)
     return None if name is None or data.get(name) is None else f"{name} {data[name]}"
 

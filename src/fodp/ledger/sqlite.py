@@ -7,13 +7,15 @@ damaged index can hide a row, and what is not there has no checksum.
 import os
 import secrets
 import sqlite3
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 from fodp._files import atomically
 from fodp.ledger.header import RESTORE, Header, NoLedger
 from fodp.ledger.rows import Raw
@@ -57,8 +59,35 @@ _SCHEMA = {
 _DAMAGED = tuple(
     getattr(sqlite3, f"SQLITE_{name}") for name in ("ERROR", "CORRUPT", "NOTADB", "FORMAT", "TOOBIG", "MISMATCH")
 )
-_WAIT_SECONDS = 30  # for another process to finish its transaction
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_PATIENCE = 5.0  # seconds without a word while another process holds the ledger
 _SMALL = 2**20  # bytes: SQLite's own check of such a file takes milliseconds
+
+
+class _Patient(sqlite3.Connection):
+    """Waits as long as another process holds the file, a database browser perhaps; says so after some seconds.
+
+    A run that has trained for hours must not end because somebody looks at its ledger. SQLite itself waits a second at
+    a time, in between signals are heard.
+    """
+
+    def execute(self, *statement: Any) -> sqlite3.Cursor:
+        """Execute a statement when the file is free."""
+        began, told = time.monotonic(), False
+        while True:
+            try:
+                return super().execute(*statement)
+            except sqlite3.OperationalError as error:
+                if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF not in _LOCKED:
+                    raise
+            if not told and time.monotonic() - began >= _PATIENCE:
+                told = True
+                print(
+                    "fodp: waiting for the ledger, which another program holds: end what that does with it (a database "
+                    "browser with an open transaction?). Nothing is lost. Ctrl-C twice breaks off, resuming goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 class SQLiteRows:
@@ -67,17 +96,18 @@ class SQLiteRows:
     def __init__(self, path: Path, *, create: bool, verify: bool):
         self.path = path
         if "\0" in str(path):
-            raise PrivacyError(f"the ledger's name {str(path)!r} holds a zero byte: name a writable file")
+            raise LedgerError(f"the ledger's name {str(path)!r} holds a zero byte: name a writable file")
         with self.plainly("cannot be used", "name a file that you may read and write, in a folder that is there"):
             self._refuse_lost(create)
             if not path.exists():
                 _create(path)
             # Never creates: a file that vanished in between must not come back empty.
             self._connection = sqlite3.connect(
-                f"file:{quote(str(path))}?mode=rw",
+                f"file:{quote(os.fsencode(path))}?mode=rw",
                 uri=True,
                 isolation_level=None,
-                timeout=_WAIT_SECONDS,
+                timeout=1.0,
+                factory=_Patient,
                 check_same_thread=False,
             )
             # Text that is damaged is no reason to fail where it is read: its row's seal will not fit.
@@ -88,7 +118,7 @@ class SQLiteRows:
         if verify:
             found = self._faults_of_schema() or self._quick_faults()
             if found:
-                raise PrivacyError(f"the ledger {path} is damaged ({found[0]}): {RESTORE}")
+                raise LedgerError(f"the ledger {path} is damaged ({found[0]}): {RESTORE}")
 
     def close(self) -> None:
         """Close the file."""
@@ -194,7 +224,7 @@ class SQLiteRows:
 
     def _refuse_lost(self, create: bool) -> None:
         if self.path.is_file() and self.path.stat().st_size == 0:
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger {self.path} is empty, so it has lost what was spent: {RESTORE}; delete the file only if "
                 "nothing was ever spent"
             )
@@ -206,18 +236,18 @@ class SQLiteRows:
         if version == VERSION:
             return
         if 0 < version < VERSION:
-            raise PrivacyError(
+            raise LedgerError(
                 f"{self.path} is a ledger of an earlier version of fodp (store {version}, this one reads {VERSION}): "
                 "go on with the version that wrote it; a new ledger would be a new budget"
             )
-        raise PrivacyError(
+        raise LedgerError(
             f"{self.path} is no ledger of this version (store {version}, this one reads {VERSION}). If it was one, "
             f"{RESTORE}; if a later version of fodp wrote it, use that"
         )
 
     def _refuse_two_answers(self, one: Any, other: Any) -> None:
         if one != other:
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger {self.path} is damaged (its indexes contradict each other), so it may have forgotten what "
                 f"was spent: {RESTORE}"
             )
@@ -230,12 +260,12 @@ class SQLiteRows:
         except (sqlite3.Error, UnicodeError) as error:  # UnicodeError: a message that cites what is damaged
             code = getattr(error, "sqlite_errorcode", None)
             damaged = isinstance(error, UnicodeError) or (code is not None and code & 0xFF in _DAMAGED)
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger {self.path} {'is damaged, or no ledger' if damaged else what} ({error}): "
                 f"{RESTORE if damaged else fix}"
             ) from None
         except OSError as error:
-            raise PrivacyError(f"the ledger {self.path} {what} ({error}): {fix}") from None
+            raise LedgerError(f"the ledger {self.path} {what} ({error}): {fix}") from None
 
 
 def _create(path: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError, PrivacyError
 from fodp.ledger.header import RESTORE, is_address
 from fodp.ledger.mark import Mark, MarkFile
 from fodp.ledger.postgres import PostgresRows
@@ -228,7 +228,7 @@ class Store:
     def _refuse_new_beside_mark(self, create: bool) -> None:
         """Where there was a ledger, a new one would be a new budget."""
         if create and "\0" not in str(self.path) and os.path.exists(self._mark.path) and not os.path.exists(self.path):
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger {self.path} is gone, though {self._mark.path} knows that there was one: {RESTORE}; delete "
                 "the mark only if nothing was ever spent"
             )
@@ -238,12 +238,12 @@ class Store:
         if mark is None:
             return
         if mark.ledger != self.header.identity:
-            raise PrivacyError(
+            raise LedgerError(
                 f"{self.path} is another ledger than the one that was here ({self._mark.path} knows it): put that back "
                 "and give this one another name; if you exchanged them on purpose, "
                 f"`fodp ledger accept-rollback {self.path}` goes on and writes that down"
             )
-        raise PrivacyError(
+        raise LedgerError(
             f"the ledger {self.path} is older than what was known here: it ends with entry {self.count()}, and "
             f"{self._mark.path} knows entry {mark.entry}, so it has forgotten what was spent since. Restore the newest "
             f"copy; if this is the newest there is, `fodp ledger accept-rollback {self.path}` goes on and writes that "
@@ -263,7 +263,7 @@ class Store:
         return row.entry()
 
     def _damage(self, what: str) -> PrivacyError:
-        return PrivacyError(
+        return LedgerError(
             f"the ledger {self.path} is damaged, or was changed by something else than fodp ({what}), so it no longer "
             f"knows what was spent; `fodp ledger check` lists what is wrong: {RESTORE}"
         )

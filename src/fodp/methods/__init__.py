@@ -1,27 +1,25 @@
-"""The table of private optimizers: one row each, one file each.
+"""The table of private optimizers: one row each. Those with a step of their own have a file each.
 
 The table drives the command line's choices, the common tests, the docs page and the benchmark rows.
 """
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError
 from fodp.methods.adp_adamw import ADPAdamW
 from fodp.methods.base import CommonParams, Method
 from fodp.methods.block_dp_sgd import BlockDPSGD
 from fodp.methods.disk import DiSK
-from fodp.methods.doppler import Doppler
-from fodp.methods.dp_adam import DPAdam
 from fodp.methods.dp_adam_ac import DPAdamAC
-from fodp.methods.dp_adambc import DPAdamBC
-from fodp.methods.dp_adamw import DPAdamW
 from fodp.methods.dp_is import DPIS
 from fodp.methods.dp_sam import DPSAM
 from fodp.methods.dp_sat import DPSAT
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.fo_exponential import FOExponential
+from fodp.methods.fo_noise import FONoise
 from fodp.methods.fo_uniform import FOUniform
 from fodp.methods.post_fm import PostFM
+from fodp.methods.presets import Doppler, DPAdam, DPAdamBC, DPAdamW
 from fodp.methods.sa_dpsgd import SADPSGD
 
 METHODS: dict[str, type[Method]] = {
@@ -44,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
         Doppler,
         DiSK,
         BlockDPSGD,
+        FONoise,
     )
 }
 
@@ -51,7 +50,7 @@ METHODS: dict[str, type[Method]] = {
 def register(method: type[Method]) -> type[Method]:
     """Add a method of your own to the table (usable as a class decorator)."""
     if method.name in METHODS:
-        raise PrivacyError(f"a method named {method.name!r} is in the table already: choose another name")
+        raise ConfigurationError(f"a method named {method.name!r} is in the table already: choose another name")
     METHODS[method.name] = method
     return method
 

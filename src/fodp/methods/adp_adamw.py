@@ -1,27 +1,27 @@
 """ADP-AdamW: DP-AdamW with a public noise schedule."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import Steps
-from fodp.methods.dp_adamw import DPAdamW, DPAdamWParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.methods.base import PublicNumbers, StepContext
+from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class ADPAdamWParams(DPAdamWParams):
+class ADPAdamWParams(DPSGDParams):
     """`decay` is the factor on the noise per epoch of round(1/q) steps; 1 is DP-AdamW.
 
     The noise falls in at most `plateaus` steps of equal length, each at the value of its first epoch: a
     schedule of hundreds of different values would take minutes to account.
     """
 
+    lr: float = 0.01
+    update: str = "adamw"
+    weight_decay: float = 0.01
     decay: float = 0.99
     plateaus: int = 16
 
@@ -31,7 +31,7 @@ class ADPAdamWParams(DPAdamWParams):
         _checks.whole("plateaus", self.plateaus)
 
 
-class ADPAdamW(DPAdamW):
+class ADPAdamW(DPSGD):
     """σ_e = σ_0·decay^e from epoch e on, in plateaus; events (q, σ_e), composed over all steps.
 
     A reconstruction: the paper's source for ADP-AdamW (Chilukoti et al. 2025) could not be read; "adaptive"
@@ -47,32 +47,34 @@ class ADPAdamW(DPAdamW):
     noise_meaning = "σ_0, the first value of the schedule σ_e = σ_0·decay^e"
     advice = "When the end of training needs less noise than its start; total ε is calibrated."
     reconstruction = "the whole definition: the source could not be read"
+    owns_optimizer = True
     Params = ADPAdamWParams
 
-    def events(self, plan: "Plan") -> tuple[Phase, ...]:
-        """One phase per plateau."""
+    def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         length = self._plateau(plan)
         return tuple(
             Phase((Event(plan.sampling_rate, self._noise(plan, start)),), min(length, plan.steps - start))
             for start in range(0, plan.steps, length)
         )
 
-    def step(self, run: Steps, state: Any) -> Tensor:
+    def step(self, run: StepContext, state: Any) -> Tensor:
         """DP-SGD's step with the noise of this plateau."""
         lot = run.draw()
-        clipped_sum = run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, clipped_sum, std=self._noise(run.plan, run.step) * run.clip_norm)
+        gradients = run.gradients(lot)
+        clipped_sum = gradients.clipped_sum(run.clip_norm)
+        std = run.adapt_clip(gradients, clipped_sum, std=self._noise(run.plan, run.step) * run.clip_norm)
+        return run.release(lot, clipped_sum, std)
 
-    def _noise(self, plan: "Plan", step: int) -> float:
+    def _noise(self, plan: PublicNumbers, step: int) -> float:
         length = self._plateau(plan)
         epoch = step // length * length // _per_epoch(plan)
         return plan.noise_multiplier * self.params.decay**epoch
 
-    def _plateau(self, plan: "Plan") -> int:
+    def _plateau(self, plan: PublicNumbers) -> int:
         """Steps of one plateau: whole epochs."""
         epochs = -(-plan.steps // _per_epoch(plan))
         return _per_epoch(plan) * -(-epochs // self.params.plateaus)
 
 
-def _per_epoch(plan: "Plan") -> int:
+def _per_epoch(plan: PublicNumbers) -> int:
     return max(1, round(1 / plan.sampling_rate))

@@ -1,38 +1,80 @@
-"""What a private optimizer is: public parameters, promised events, and a step in five verbs.
+"""What a private optimizer is: public parameters, promised events, and a step in a few verbs.
 
-Three parts compose with every method and are no classes of their own: an adaptive clip norm, a filter on
-the releases, and the update that the optimizer makes of them. They are parameters of all methods.
+Six parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
+adaptive clip norm, clipping by layer, the shape of the query, and public schedules of noise and clip norm
+(`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError
 from fodp.accounting import Phase
-from fodp.adaptive_clip import AdaptiveClip
-from fodp.filters import Filter, LowPass, MemoryAfterRelease, NoFilter
-from fodp.memory import FractionalMemory, noise_floor
-from fodp.updates import UPDATES, AdamBC, make_update
+from fodp.methods.parts import schedule, shapes
+from fodp.methods.parts.adaptive_clip import Quantile
+from fodp.methods.parts.filters import FILTERS, Doppler, Fractional, Momentum
+from fodp.methods.parts.layers import PerLayer
+from fodp.methods.parts.rates import AUTO
+from fodp.methods.parts.schedule import Schedule, Schedules
+from fodp.methods.parts.shapes import Shape, ShapeChoice
+from fodp.methods.parts.updates import UPDATES, AdamBC, CorrectedAdam, Sgd, Update
 
 if TYPE_CHECKING:
     from fodp.clipping.engine import Points
     from fodp.clipping.gradients import Gradients
-    from fodp.mechanism import Query
-    from fodp.plan import Plan
+    from fodp.queries import Query
     from fodp.sampling import Lot
 
-FILTERS = ("none", "momentum", "doppler", "fractional")
+Part = TypeVar("Part", bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape)
+
+# What a flat parameter waits for. Those of a part that was not chosen must be left at their defaults.
+_NEEDS = {
+    "beta1": "update='adam' or the like",
+    "beta2": "update='adam' or the like",
+    "adam_eps": "update='adam' or 'adamw'",
+    "bc_floor": "update='adambc' or 'adamwbc'",
+    "filter_a": "filter='doppler'",
+    "filter_b": "filter='doppler'",
+    "filter_beta": "filter='fractional'",
+    "count_noise": "a quantile",
+    "clip_rate": "a quantile",
+    "clip_min": "a quantile",
+    "clip_max": "a quantile",
+    "layer_shares": "clip='per-layer'",
+    "clip_stability": "clip='normalised'",
+}
+# Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
+_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio")
+CLIPPINGS = ("flat", "per-layer", "normalised")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that a method was composed with; None: the release as it is, the clip norm as it is, clipped whole."""
+
+    update: Update
+    filter: Momentum | Doppler | Fractional | None
+    clip: Quantile | None
+    layers: PerLayer | None = None
+    schedules: Schedules | None = None
+    shape: Shape | None = None
+    stability: float | None = None  # of gradients that are all scaled to the clip norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonParams:
-    """Public parameters that every method takes: learning rate, update, filter, adaptive clipping.
+    """Public parameters that every method takes: learning rate, update, filter, clipping, schedules.
 
+    lr: a number, or auto: c·L·w/(σ·C·√T) with c = `auto_ratio` and w the initial scale of the weights over their
+        shape, so that the noise of the whole run is c times the initial weights in every layer. For the shape fan-in
+        and update sgd, with or without momentum or a filter, by methods that know what noise they accumulate.
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -40,9 +82,16 @@ class CommonParams:
     quantile: None keeps the clip norm; a fraction adapts it so that about that share of the examples is
         unclipped. Costs no ε: the noisy count (`count_noise`, default L/20, or z where that is larger) is
         released jointly. It starts at the plan's clip norm, moves by `clip_rate`, within `clip_min` and `clip_max`.
+    clip: flat (a gradient is clipped as a whole) or per-layer (each module's part to its share of the clip norm, equal
+        ones or those of `layer_shares`; the squares of the parts sum to C²) or normalised (every gradient g becomes
+        C·g/(‖g‖ + `clip_stability`), so that C drops out but for the rate: Bu et al., Automatic Clipping, 2023).
+    shape: none, fan-in (the part of a parameter with more than `width` inputs is scaled by √(width/inputs) before
+        clipping, and the release again), or public numbers of your own, one for each trainable parameter.
+    noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
+        `clip_schedule` the same on the clip norm.
     """
 
-    lr: float = 0.1
+    lr: float | str = 0.1
     update: str = "sgd"
     momentum: float = 0.0
     beta1: float = 0.9
@@ -59,105 +108,152 @@ class CommonParams:
     clip_rate: float = 0.2
     clip_min: float = 1e-3
     clip_max: float = 1e3
+    clip: str = "flat"
+    layer_shares: tuple[float, ...] = ()
+    noise_schedule: Schedule | None = None
+    clip_schedule: Schedule | None = None
+    clip_stability: float = 0.01
+    shape: ShapeChoice = "none"
+    width: float = 64.0
+    auto_ratio: float = 1.8
 
     def __post_init__(self) -> None:
-        if _checks.positive("lr", self.lr) > 1e30:
-            raise PrivacyError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
+        if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
+            raise ConfigurationError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
         _checks.one_of("update", self.update, UPDATES)
         _checks.one_of("filter", self.filter, FILTERS)
-        for name in ("momentum", "weight_decay", "bc_floor"):
-            _checks.at_least_zero(name, getattr(self, name))
-        for name in ("beta1", "beta2"):
-            if not 0 <= _checks.number(name, getattr(self, name)) < 1:
-                raise PrivacyError(f"{name} must lie in [0, 1), got {getattr(self, name)!r}")
-        if self.momentum >= 1:
-            raise PrivacyError(f"momentum must be below 1, got {self.momentum!r}")
-        _checks.positive("adam_eps", self.adam_eps)
-        self._check_filter()
-        self._check_clip()
-        self._refuse_what_would_not_act()
-
-    def _check_filter(self) -> None:
-        for name in ("filter_a", "filter_b"):
+        _checks.one_of("clip", self.clip, CLIPPINGS)
+        object.__setattr__(self, "shape", shapes.checked(self.shape))
+        if _checks.positive("clip_stability", self.clip_stability) and self.clip == "normalised" and self.quantile:
+            raise ConfigurationError(
+                "clip='normalised' brings every gradient to the clip norm, and a quantile counts those below it: leave "
+                "one of them out"
+            )
+        for name in ("noise_schedule", "clip_schedule"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, schedule.checked(name, getattr(self, name), _checks.positive))
+        if self.clip_schedule is not None and self.quantile is not None:
+            raise ConfigurationError(
+                "a quantile adapts the clip norm, and clip_schedule fixes it beforehand: leave one of them out"
+            )
+        for name in ("filter_a", "filter_b", "layer_shares"):
             given = getattr(self, name)
             if not isinstance(given, Sequence) or isinstance(given, str):
-                raise PrivacyError(f"{name} must be a sequence of numbers, got {given!r}")
+                raise ConfigurationError(f"{name} must be a sequence of numbers, got {given!r}")
             object.__setattr__(self, name, tuple(_checks.number(f"each of {name}", value) for value in given))
-        _checks.fraction("filter_beta", self.filter_beta)
-        self.make_filter(1.0, 1)  # checks its coefficients
+        for field in fields(CommonParams):  # ranges are the parts' business
+            if isinstance(field.default, float) and getattr(self, field.name) != AUTO:
+                _checks.number(field.name, getattr(self, field.name))
+        self._refuse_what_would_not_act()
+        _ = self.parts  # each checks itself
 
-    def _check_clip(self) -> None:
-        if self.quantile is not None:
-            _checks.open_fraction("quantile", self.quantile)
-        if self.count_noise is not None:
-            _checks.positive("count_noise", self.count_noise)
-        _checks.positive("clip_rate", self.clip_rate)
-        for name in ("clip_min", "clip_max"):
-            _checks.clip_norm(name, getattr(self, name))
-        if self.clip_min > self.clip_max:
-            raise PrivacyError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
+    @cached_property
+    def parts(self) -> Parts:
+        """What the flat spelling means: the one place where it is read."""
+        averaged = self.filter == "momentum"  # then `momentum` is the filter's, and the update has none
+        kind = FILTERS[self.filter]
+        return Parts(
+            self._part(UPDATES[self.update], momentum=0.0 if averaged else self.momentum),
+            None if kind is None else self._part(kind, momentum=self.momentum or 0.9),
+            None if self.quantile is None else self._part(Quantile),
+            self._part(PerLayer) if self.clip == "per-layer" else None,
+            None if self.noise_schedule is self.clip_schedule is None else self._part(Schedules),
+            None if self.shape == "none" else self._part(Shape),
+            self.clip_stability if self.clip == "normalised" else None,
+        )
+
+    def _part(self, kind: type[Part], **changes: float) -> Part:
+        return kind(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(kind)})
 
     def _refuse_what_would_not_act(self) -> None:
-        self._refuse_unused(self.update != "sgd", "update='adam' or the like", "beta1", "beta2")
-        self._refuse_unused(self.update in ("adam", "adamw"), "update='adam' or 'adamw'", "adam_eps")
-        self._refuse_unused(self.update in ("adambc", "adamwbc"), "update='adambc' or 'adamwbc'", "bc_floor")
-        self._refuse_unused(self.filter == "doppler", "filter='doppler'", "filter_a", "filter_b")
-        self._refuse_unused(self.filter == "fractional", "filter='fractional'", "filter_beta")
-        adapted = self.quantile is not None
-        self._refuse_unused(adapted, "a quantile", "count_noise", "clip_rate", "clip_min", "clip_max")
-        if self.momentum and self.update != "sgd" and self.filter != "momentum":
-            raise PrivacyError(f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'")
-        if self.weight_decay and self.update not in ("adamw", "adamwbc"):
-            raise PrivacyError(
+        by_layer = PerLayer if self.clip == "per-layer" else None
+        chosen = (UPDATES[self.update], FILTERS[self.filter], None if self.quantile is None else Quantile, by_layer)
+        acting = {f.name for kind in chosen if kind is not None for f in fields(kind)}
+        acting |= {"clip_stability"} if self.clip == "normalised" else set()
+        for name, needed in _NEEDS.items():
+            self._refuse_unused(name in acting, needed, name)
+        self._refuse_unused(self.shape == "fan-in", "shape='fan-in'", "width")
+        self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
+        _checks.positive("auto_ratio", self.auto_ratio)
+        if self.lr == AUTO:
+            self._refuse_rates_without_a_rule()
+        if self.momentum and "momentum" not in acting:
+            raise ConfigurationError(
+                f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'"
+            )
+        if self.weight_decay and "weight_decay" not in acting:
+            raise ConfigurationError(
                 f"weight_decay does nothing with update {self.update!r}: set it to 0, or update to adamw or adamwbc"
             )
+
+    def _refuse_rates_without_a_rule(self) -> None:
+        """lr="auto" knows the noise beforehand, the same in every layer against its weights: not with everything."""
+        wrong = {
+            f"shape={self.shape!r}": self.shape != "fan-in",
+            f"update={self.update!r}": self.update != "sgd",
+            "a quantile": self.quantile is not None,
+            "noise_schedule": self.noise_schedule is not None,
+            "clip_schedule": self.clip_schedule is not None,
+        }
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigurationError(
+                    f"lr='auto' has no rule for {what}: use shape='fan-in', update='sgd' and a fixed noise, or give lr "
+                    "as a number"
+                )
 
     def _refuse_unused(self, acting: bool, needed: str, *names: str) -> None:
         """Refuse parameters that were set and would do nothing; only defaults may wait for `needed`."""
         defaults = {f.name: f.default for f in fields(self)}
         for name in names:
             if not acting and getattr(self, name) != defaults[name]:
-                raise PrivacyError(f"{name} does nothing without {needed}: set that too, or leave {name} out")
+                raise ConfigurationError(f"{name} does nothing without {needed}: set that too, or leave {name} out")
 
-    def make_filter(self, noise_std: float, size: int) -> Filter:
-        """A fresh filter for releases of this size and noise."""
-        if self.filter == "momentum":
-            mu = self.momentum or 0.9
-            return LowPass((-mu,), (1 - mu,))
-        if self.filter == "doppler":
-            return LowPass(self.filter_a, self.filter_b)
-        if self.filter == "fractional":
-            floor = noise_floor(noise_std, size, 0.1)
-            return MemoryAfterRelease(self.filter_beta, FractionalMemory(kappa=floor, zeta=floor))
-        return NoFilter()
 
-    def make_clip(self, plan: "Plan") -> AdaptiveClip | None:
-        """The adaptive clip norm, if one was asked for."""
-        if self.quantile is None:
-            return None
-        noise = self.count_noise
-        if noise is None:  # at least z, however large that is: then the count is a quarter of what a step costs
-            noise = max(plan.lot_size / 20, *(phase.events[-1].noise_multiplier for phase in plan.events()))
-        return AdaptiveClip(
-            plan.clip_norm, self.quantile, noise, plan.lot_size, self.clip_rate, self.clip_min, self.clip_max
-        )
+class PublicNumbers(Protocol):
+    """What a method may know of a plan before any data is touched; `fodp.Plan` is one."""
+
+    @property
+    def sampling_rate(self) -> float:
+        """The probability q that an example takes part in a step."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps the plan has."""
+
+    @property
+    def lot_size(self) -> float:
+        """The public number L by which sums are divided."""
+
+    @property
+    def clip_norm(self) -> float:
+        """C, the most one example's gradient may weigh, where it is not adapted."""
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The method's one noise number, which calibration moves."""
 
 
 class State(Protocol):
     """What a method carries from step to step; made of releases and public numbers only."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on elsewhere."""
+        """Everything that another process needs to go on from here."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
 
 
-class Steps(Protocol):
-    """What a step may use. Implemented by `fodp.run.Run`; an audit brings its own."""
+class StepContext(Protocol):
+    """What a method's step may use. Implemented by `fodp.run.Run`; an audit brings its own."""
 
-    plan: "Plan"
-    step: int
+    @property
+    def plan(self) -> PublicNumbers:
+        """The public numbers of the run."""
+
+    @property
+    def step(self) -> int:
+        """Which step of the plan this is; the first is 0."""
 
     @property
     def clip_norm(self) -> float:
@@ -175,6 +271,12 @@ class Steps(Protocol):
     ) -> "Gradients":
         """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
 
+    def adapt_clip(self, gradients: "Gradients", query: "Query", std: float) -> float:
+        """With a quantile: releases the count of unclipped examples, and returns the noise that the query then needs.
+
+        The two share what the query alone would have cost with `std`. Without a quantile `std` comes back as it is.
+        """
+
     def release(self, lot: "Lot", query: "Query", std: float) -> Tensor:
         """The query plus noise, charged to the lot."""
 
@@ -187,8 +289,14 @@ class Steps(Protocol):
     def noise_variance(self) -> float:
         """Variance per coordinate of the noise in what the optimizer gets."""
 
+    def noise_share(self, parameter: Tensor) -> float:
+        """What share of that variance the noise of a parameter has: a shape differs from one to another."""
+
     def uniform(self, count: int, name: str) -> Tensor:
-        """Uniform numbers in [0, 1) from the run's own stream."""
+        """Uniform numbers in [0, 1) from the run's own stream, the same in every process of a run.
+
+        One for each record of a lot: `lot.own(run.uniform(lot.count, name))`, which are those of the records here.
+        """
 
     def public_score(self) -> float:
         """The loss on data declared public."""
@@ -209,18 +317,25 @@ class Method:
     cost: ClassVar[str] = "one gradient"
     advice: ClassVar[str] = ""
     reconstruction: ClassVar[str] = ""  # what is not from the paper's own text or code, if anything
-    colours_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
-    insists: ClassVar[bool] = False  # True: the optimizer is the method, no other may take its releases
-    proposes: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
+    correlates_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
+    has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
+    weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
+    has_unit_gain: ClassVar[bool] = False  # True, for this very class: in the long run noise adds up as if unfiltered
+    owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
 
     def __init__(self, params: Any):
-        if self.colours_noise and params.filter != "none" and params.update in ("adambc", "adamwbc"):
-            raise PrivacyError(
+        self.params = params
+        self.parts: Parts = params.parts
+        if self.weighs_by_norm and params.clip != "flat":
+            raise ConfigurationError(f"{self.name} weighs whole gradients by their norms: leave clip at 'flat'")
+        filtered_twice = self.correlates_noise and self.parts.filter is not None
+        if filtered_twice and isinstance(self.parts.update, CorrectedAdam):
+            raise ConfigurationError(
                 f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
                 "leave out the filter, or use another update"
             )
-        self.params = params
+        self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> "Method":
@@ -228,27 +343,42 @@ class Method:
         known = [f.name for f in fields(cls.Params)]
         unknown = [key for key in given if key not in known]
         if unknown:
-            raise PrivacyError(f"{cls.name} has no parameter {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+            raise ConfigurationError(f"{cls.name} has no parameter {unknown[0]!r}; it knows {', '.join(sorted(known))}")
         return cls(cls.Params(**given))
 
-    @property
-    def own_optimizer(self) -> bool:
-        """Whether an optimizer given by the user would contradict the method."""
-        return self.insists or self.params.update != "sgd" or self.params.momentum != 0
-
     def describe(self) -> dict[str, Any]:
-        """Every parameter with its value, defaults included: recorded with each run."""
-        return asdict(self.params)
+        """Every parameter with its value, defaults included: recorded with each run. Later parts only if used."""
+        defaults = {f.name: f.default for f in fields(self.params)}
+        given = asdict(self.params)
+        return {name: value for name, value in given.items() if name not in _LATER or value != defaults[name]}
 
-    def events(self, plan: "Plan") -> Sequence[Phase]:
+    def events(self, plan: PublicNumbers) -> Sequence[Phase]:
         """What the plan promises before any data is touched: the events of every step."""
         raise NotImplementedError
 
-    def init(self, plan: "Plan", size: int) -> State:
+    @property
+    def turns(self) -> int:
+        """In how many groups the records take turns, one group a step; 1: all may be drawn at every step.
+
+        The chance of a record whose turn it is, is that many times the plan's rate. `events` says so (`Phase.turns`).
+        """
+        return 1
+
+    def strategy(self) -> Sequence[float]:
+        """How the noise of releases is correlated (`fodp.noise.banded`): bands of a matrix, at most `turns` of them,
+        of length 1 at most. (1.0,): fresh noise for every release."""
+        return (1.0,)
+
+    def candidates(self, plan: PublicNumbers) -> Sequence[dict[str, Any]]:
+        """Values for parameters that were left to the plan. At a target ε, `Plan.calibrated` takes those whose
+        `strategy` accumulates the least noise."""
+        return ()
+
+    def init(self, plan: PublicNumbers, size: int) -> State:
         """A fresh state for a model with `size` trainable numbers."""
         return NoState()
 
-    def step(self, run: Steps, state: Any) -> Tensor:
+    def step(self, run: StepContext, state: Any) -> Tensor:
         """One step: the private sum to hand to the optimizer (which gets it divided by L)."""
         raise NotImplementedError
 
@@ -258,57 +388,58 @@ class Method:
         return (1.0,)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The method's own optimizer."""
-        p = self.params
-        return make_update(
-            p.update,
-            parameters,
-            lr=p.lr,
-            momentum=p.momentum if p.filter != "momentum" else 0.0,
-            betas=(p.beta1, p.beta2),
-            eps=p.adam_eps,
-            weight_decay=p.weight_decay,
-            floor=p.bc_floor,
-        )
+        """A fresh optimizer that makes updates of the releases, as the parameters ask."""
+        return self.parts.update.optimizer(parameters, 1.0 if self.params.lr == AUTO else self.params.lr)
 
-    def tune(self, optimizer: torch.optim.Optimizer, run: Steps, state: Any) -> None:
+    def accumulated_noise(self, plan: PublicNumbers) -> float:
+        """The standard deviation of the noise in the sum of all that `step` returns, for lr="auto": public numbers."""
+        if not vars(type(self)).get("has_unit_gain", False):
+            raise ConfigurationError(
+                f"lr='auto' has no rule for {self.name}, whose accumulated noise it does not know: give lr as a number"
+            )
+        return plan.noise_multiplier * plan.clip_norm * math.sqrt(plan.steps)
+
+    def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: Any) -> None:
         """Before every update: tell the optimizer what it may know. Post-processing only."""
         if isinstance(optimizer, AdamBC):
             for group in optimizer.param_groups:
                 group["noise_variance"] = run.noise_variance()
+                if self.parts.shape is not None:  # the noise differs from block to block
+                    group["noise_shares"] = [run.noise_share(parameter) for parameter in group["params"]]
 
-    def accepts(self, run: Steps, state: Any) -> bool:
+    def accepts(self, run: StepContext, state: Any) -> bool:
         """After the update, for methods that propose: keep it?"""
         return True
 
 
-class NoState:
+class DataclassState:
+    """Makes a `State` of a dataclass whose fields are tensors, numbers or None: saved and loaded as copies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _copied(getattr(self, name)) for name in self._names()}
+
+    def state_views(self) -> dict[str, Any]:
+        """The values themselves, to be written to a file before the next step."""
+        if type(self).state_dict is not DataclassState.state_dict:  # whoever derives from it saves something else
+            return self.state_dict()
+        return {name: getattr(self, name) for name in self._names()}
+
+    def bytes_when_full(self, size: int) -> int:
+        """How much the state will take at most, for vectors of this many entries."""
+        return len(self._names()) * size * 4
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self._names():
+            setattr(self, name, _copied(state[name]))
+
+    def _names(self) -> list[str]:
+        return [field.name for field in fields(self)]  # type: ignore[arg-type]  # whoever derives from it is one
+
+
+@dataclass
+class NoState(DataclassState):
     """The state of a method that remembers nothing."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take over."""
-
-
-class Vectors:
-    """A state of named flat vectors and numbers: None until they are set."""
-
-    def __init__(self, **values: Any):
-        self.__dict__.update(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of all values."""
-        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take all values over."""
-        self.__dict__.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"this state has no {name}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

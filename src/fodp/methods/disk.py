@@ -3,18 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.filters import RESPONSE_LENGTH
-from fodp.methods.base import Steps, Vectors
+from fodp.methods.base import DataclassState, PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.methods.parts.filters import RESPONSE_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +26,15 @@ class DiSKParams(DPSGDParams):
         _checks.positive("gamma", self.gamma)
 
 
+@dataclass
+class DiSKState(DataclassState):
+    """Where the last gradients were taken, what they were estimated to be, and how many releases are in that."""
+
+    point: Tensor | None = None
+    estimate: Tensor | None = None
+    seen: int = 0
+
+
 class DiSK(DPSGD):
     """y_t releases Σ clip(c·g_i(θ + γd) + (1-c)·g_i(θ)), d = θ_t - θ_{t-1}; ĝ ← (1-κ)·ĝ + κ·y.
 
@@ -41,14 +46,13 @@ class DiSK(DPSGD):
     reference = "Zhang et al., DiSK, ICLR 2025"
     cost = "two gradients (one if γ = (1-κ)/κ)"
     advice = "The nearest relative of FO-DP-SGD with a model of how gradients move."
-    colours_noise = True
+    correlates_noise = has_unit_gain = True
     Params = DiSKParams
 
-    def init(self, plan: "Plan", size: int) -> Vectors:
-        """No point and no estimate yet."""
-        return Vectors(point=None, estimate=None, seen=0)
+    def init(self, plan: PublicNumbers, size: int) -> DiSKState:
+        return DiSKState()
 
-    def step(self, run: Steps, state: Vectors) -> Tensor:
+    def step(self, run: StepContext, state: DiSKState) -> Tensor:
         """Predict at the extrapolated point, correct with gain κ."""
         kappa, gamma = self.params.kappa, self.params.gamma
         c = (1 - kappa) / (kappa * gamma)
@@ -60,12 +64,14 @@ class DiSK(DPSGD):
             ahead = gamma * (theta - state.point)
             at = ((c, ahead),) if math.isclose(c, 1) else ((c, ahead), (1 - c, None))
             gradients = run.gradients(lot, at=at)
-        y = run.release(lot, gradients.clipped_sum(run.clip_norm), std=run.plan.noise_multiplier * run.clip_norm)
+        clipped_sum = gradients.clipped_sum(run.clip_norm)
+        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
+        y = run.release(lot, clipped_sum, std)
         estimate = y if state.estimate is None else torch.lerp(state.estimate, y, kappa)
         state.point, state.estimate, state.seen = theta, estimate.clone(), state.seen + 1
         return estimate
 
-    def noise_gains(self, state: Vectors) -> Sequence[float]:
+    def noise_gains(self, state: DiSKState) -> Sequence[float]:
         """In all 1 at first, κ/(2-κ) in the long run."""
         kappa, before = self.params.kappa, min(state.seen, RESPONSE_LENGTH) - 1
         return [*((kappa * (1 - kappa) ** lag) ** 2 for lag in range(before)), (1 - kappa) ** (2 * before)]

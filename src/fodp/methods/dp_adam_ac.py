@@ -2,22 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp.methods.base import Steps, Vectors
-from fodp.methods.dp_adamw import DPAdamW, DPAdamWParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp._checks import ConfigurationError
+from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPAdamACParams(DPAdamWParams):
+class DPAdamACParams(DPSGDParams):
     """`quantile` is the share of examples to leave unclipped (1 - ρ*); the rest steers the learning rate.
 
     The factor on the learning rate goes up by `up` while the smoothed clip rate is below ρ* - `band` and down
@@ -25,6 +22,8 @@ class DPAdamACParams(DPAdamWParams):
     """
 
     lr: float = 0.01
+    update: str = "adamw"
+    weight_decay: float = 0.01
     quantile: float | None = 0.8
     clip_min: float = 0.1
     clip_max: float = 10.0
@@ -40,9 +39,9 @@ class DPAdamACParams(DPAdamWParams):
         for name in ("up", "down", "factor_min", "factor_max"):
             _checks.positive(name, getattr(self, name))
         if not self.down <= 1 <= self.up:
-            raise PrivacyError(f"down must be at most 1 and up at least 1, got {self.down!r} and {self.up!r}")
+            raise ConfigurationError(f"down must be at most 1 and up at least 1, got {self.down!r} and {self.up!r}")
         if not self.factor_min <= 1 <= self.factor_max:
-            raise PrivacyError(
+            raise ConfigurationError(
                 f"factor_min must be at most 1, where the factor starts, and factor_max at least 1; got "
                 f"{self.factor_min!r} and {self.factor_max!r}"
             )
@@ -52,7 +51,15 @@ class DPAdamACParams(DPAdamWParams):
         self._refuse_unused(self.quantile is not None, "a quantile", *steering)
 
 
-class DPAdamAC(DPAdamW):
+@dataclass
+class ControllerState(DataclassState):
+    """The factor on the learning rate, and the smoothed share of clipped examples that moves it."""
+
+    factor: float
+    clip_rate: float
+
+
+class DPAdamAC(DPSGD):
     """One joint event (q, z): the clipped sum and a centred noisy count of unclipped examples.
 
     As published the method has no valid ε: it moves the clip norm and the learning rate by raw norms of private
@@ -68,21 +75,22 @@ class DPAdamAC(DPAdamW):
     noise_meaning = "z, the joint multiplier of the sum and the count"
     advice = "When neither clip norm nor learning rate can be tuned."
     reconstruction = "the private form is ours; most constants are from a third-party implementation"
+    owns_optimizer = True
     Params = DPAdamACParams
 
-    def init(self, plan: "Plan", size: int) -> Vectors:
+    def init(self, plan: PublicNumbers, size: int) -> ControllerState:
         """The learning rate as it is, the clip rate on target."""
-        return Vectors(factor=1.0, clip_rate=1 - (self.params.quantile or 1.0))
+        return ControllerState(factor=1.0, clip_rate=1 - (self.params.quantile or 1.0))
 
-    def step(self, run: Steps, state: Vectors) -> Tensor:
-        """DP-SGD's step; the run releases the count with it."""
+    def step(self, run: StepContext, state: ControllerState) -> Tensor:
+        """DP-SGD's step, whose count of unclipped examples steers the learning rate too."""
         released = super().step(run, state)
         fraction = run.unclipped_fraction()
         if fraction is not None:
             self._steer(state, 1 - fraction)
         return released
 
-    def _steer(self, state: Vectors, clip_rate: float) -> None:
+    def _steer(self, state: ControllerState, clip_rate: float) -> None:
         p = self.params
         state.clip_rate = p.smoothing * state.clip_rate + (1 - p.smoothing) * clip_rate
         target = 1 - (p.quantile or 1.0)
@@ -99,8 +107,8 @@ class DPAdamAC(DPAdamW):
         optimizer.register_step_post_hook(_restore_rate)
         return optimizer
 
-    def tune(self, optimizer: torch.optim.Optimizer, run: Steps, state: Vectors) -> None:
-        """Hand the controller's factor over."""
+    def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: ControllerState) -> None:
+        """Tell the optimizer the controller's factor on its learning rate."""
         super().tune(optimizer, run, state)
         for group in optimizer.param_groups:
             group["factor"] = state.factor

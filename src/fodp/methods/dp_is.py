@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import Steps, Vectors
+from fodp.methods.base import DataclassState, PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 
 if TYPE_CHECKING:
-    from fodp.plan import Plan
+    from fodp.sampling import Lot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,14 @@ class DPISParams(DPSGDParams):
         _checks.positive("normaliser_noise", self.normaliser_noise)
         _checks.whole("refresh", self.refresh, minimum=250)
         _checks.positive("rate_cap", self.rate_cap)
+
+
+@dataclass
+class DPISState(DataclassState):
+    """The released normaliser K̃, and the plan's sampling rate."""
+
+    normaliser: float | None
+    rate: float
 
 
 class DPIS(DPSGD):
@@ -57,9 +65,10 @@ class DPIS(DPSGD):
     cost = "one gradient, and a pass over all norms every `refresh` steps"
     advice = "To study importance sampling; it equals DP-SGD at a larger rate with more sampling noise."
     reconstruction = "pseudo-code and constants: the paper's body could not be read"
+    weighs_by_norm = True
     Params = DPISParams
 
-    def events(self, plan: "Plan") -> tuple[Phase, ...]:
+    def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         """A refresh with the first step of every block, gradients at the cap otherwise."""
         gradient = Event(self._cap(plan), plan.noise_multiplier)
         normaliser = Event(1.0, self.params.normaliser_noise)
@@ -71,11 +80,10 @@ class DPIS(DPSGD):
                 phases.append(Phase((gradient,), rest))
         return tuple(phases)
 
-    def init(self, plan: "Plan", size: int) -> Vectors:
-        """No normaliser yet."""
-        return Vectors(normaliser=None, rate=plan.sampling_rate)
+    def init(self, plan: PublicNumbers, size: int) -> DPISState:
+        return DPISState(normaliser=None, rate=plan.sampling_rate)
 
-    def step(self, run: Steps, state: Vectors) -> Tensor:
+    def step(self, run: StepContext, state: DPISState) -> Tensor:
         """Refresh K̃ if it is time; candidates, rejection, release."""
         plan, C, b, cap = run.plan, run.clip_norm, run.plan.lot_size, self._cap(run.plan)
         if run.step % self.params.refresh == 0:
@@ -87,21 +95,23 @@ class DPIS(DPSGD):
         normaliser = max(state.normaliser or 0.0, b * C / cap)
         weight = normaliser / b
         lot = run.draw(rate=min(cap, b * C / normaliser))
-        kept = run.gradients(lot).sum(weight=self._rejection(run, lot.indices.numel(), C, weight), bound=weight)
-        release = run.release(lot, kept, std=plan.noise_multiplier * weight)
+        gradients = run.gradients(lot)
+        kept = gradients.sum(weight=self._rejection(run, lot, C, weight), bound=weight)
+        std = run.adapt_clip(gradients, kept, std=plan.noise_multiplier * weight)
+        release = run.release(lot, kept, std)
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
         return release.mul_(plan.sampling_rate)
 
-    def noise_gains(self, state: Vectors) -> Sequence[float]:
+    def noise_gains(self, state: DPISState) -> Sequence[float]:
         """The release is scaled by q, which is public; the run knows the rest."""
         return (state.rate**2,)
 
-    def _cap(self, plan: "Plan") -> float:
+    def _cap(self, plan: PublicNumbers) -> float:
         return min(1.0, plan.sampling_rate * self.params.rate_cap)
 
-    def _rejection(self, run: Steps, count: int, C: float, weight: float) -> Callable[[Tensor], Tensor]:
+    def _rejection(self, run: StepContext, lot: "Lot", C: float, weight: float) -> Callable[[Tensor], Tensor]:
         """Weights (K̃/b)/‖g_i‖ of the kept, 0 of the others; each example has its own uniform number."""
-        thresholds = run.uniform(count, "keep") * C
+        thresholds = lot.own(run.uniform(lot.count, "keep")) * C
         used = 0
 
         def weights(norms: Tensor) -> Tensor:

@@ -1,17 +1,14 @@
 """DP-SAM, the paper's SA-DP-SGD: sharpness-aware minimisation with two private queries."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
+from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-
-if TYPE_CHECKING:
-    from fodp.methods.base import Steps
-    from fodp.plan import Plan
 
 VARIANTS = ("two-query", "per-example")
 
@@ -58,21 +55,23 @@ class DPSAM(DPSGD):
     reconstruction = "the split of noise between the queries and the per-example variant are ours"
     Params = DPSAMParams
 
-    def events(self, plan: "Plan") -> tuple[Phase, ...]:
-        """Ascent, then descent; or descent alone."""
+    def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         descent = Event(plan.sampling_rate, plan.noise_multiplier)
         ascent = Event(plan.sampling_rate, plan.noise_multiplier * self.params.ascent_noise)
         events = (descent,) if self.params.variant == "per-example" else (ascent, descent)
         return (Phase(events, plan.steps),)
 
-    def step(self, run: "Steps", state: Any) -> Tensor:
-        """Ascend, descend."""
+    def step(self, run: StepContext, state: Any) -> Tensor:
         std, rho = run.plan.noise_multiplier * run.clip_norm, self.params.rho
         if self.params.variant == "per-example":
             lot = run.draw()
-            return run.release(lot, run.gradients(lot, ascent=rho).clipped_sum(run.clip_norm), std)
-        up = run.draw(name="ascent")
-        a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
-        lot = run.draw()
-        here = run.gradients(lot) if rho == 0 else run.gradients(lot, at=((1.0, a.mul_(rho / (a.norm() + 1e-16))),))
-        return run.release(lot, here.clipped_sum(run.clip_norm), std)
+            gradients = run.gradients(lot, ascent=rho)
+        else:
+            up = run.draw(name="ascent")
+            a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
+            lot = run.draw()
+            there = ((1.0, a.mul_(rho / (a.norm() + 1e-16))),)
+            gradients = run.gradients(lot) if rho == 0 else run.gradients(lot, at=there)
+        clipped_sum = gradients.clipped_sum(run.clip_norm)
+        std = run.adapt_clip(gradients, clipped_sum, std)
+        return run.release(lot, clipped_sum, std)

@@ -1,16 +1,12 @@
 """DP-SAT: sharpness-aware training along the previous release."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fodp import _checks
-from fodp.methods.base import Steps, Vectors
+from fodp.methods.base import DataclassState, PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +20,13 @@ class DPSATParams(DPSGDParams):
         _checks.at_least_zero("rho", self.rho)
 
 
+@dataclass
+class DPSATState(DataclassState):
+    """The way to go up before the next gradient is taken: along the last release, ρ long."""
+
+    ascent: Tensor | None = None
+
+
 class DPSAT(DPSGD):
     """Gradients at w + ρ·p/‖p‖, where p is the previous release: post-processing, so one event (q, σ)."""
 
@@ -33,17 +36,17 @@ class DPSAT(DPSGD):
     advice = "Flat minima at the price of DP-SGD."
     Params = DPSATParams
 
-    def init(self, plan: "Plan", size: int) -> Vectors:
-        """No previous release yet."""
-        return Vectors(ascent=None)
+    def init(self, plan: PublicNumbers, size: int) -> DPSATState:
+        return DPSATState()
 
-    def step(self, run: Steps, state: Vectors) -> Tensor:
+    def step(self, run: StepContext, state: DPSATState) -> Tensor:
         """Ascend along the last release, descend with a fresh one."""
         rho = self.params.rho
         lot = run.draw()
         gradients = run.gradients(lot) if state.ascent is None else run.gradients(lot, at=((1.0, state.ascent),))
-        query = gradients.clipped_sum(run.clip_norm)
-        release = run.release(lot, query, std=run.plan.noise_multiplier * run.clip_norm)
+        clipped_sum = gradients.clipped_sum(run.clip_norm)
+        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
+        release = run.release(lot, clipped_sum, std)
         if rho > 0:
             state.ascent = release * (rho / (release.norm() + 1e-16))
         return release

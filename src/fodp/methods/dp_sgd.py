@@ -1,15 +1,12 @@
 """DP-SGD: clip each example's gradient, sum, add noise."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fodp.accounting import Event, Phase
-from fodp.methods.base import CommonParams, Method, Steps
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +21,16 @@ class DPSGD(Method):
     summary = "The canonical baseline; momentum optional."
     reference = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
     noise_meaning = "σ: noise std over C, and the event's multiplier"
+    has_unit_gain = True
     advice = "The first thing to try, with a tuned learning rate."
     Params: ClassVar[type[CommonParams]] = DPSGDParams
 
-    def events(self, plan: "Plan") -> tuple[Phase, ...]:
-        """(q, σ) every step."""
+    def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-    def step(self, run: Steps, state: Any) -> Tensor:
-        """Draw, clip and sum, release."""
+    def step(self, run: StepContext, state: Any) -> Tensor:
         lot = run.draw()
-        clipped_sum = run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
+        gradients = run.gradients(lot)
+        clipped_sum = gradients.clipped_sum(run.clip_norm)
+        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
+        return run.release(lot, clipped_sum, std)

@@ -1,23 +1,22 @@
 """FO-DP-SGD, Algorithm 1 of "Deep Learning under Fractional-Order Differential Privacy"."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from fodp import _checks, schedule
-from fodp._checks import PrivacyError
+from fodp import _checks
+from fodp._checks import ConfigurationError
 from fodp.accounting import Event, Phase
-from fodp.exponentials import ExponentialSumMemory
-from fodp.filters import feedback_gains
 from fodp.memory import FractionalMemory, noise_floor
-from fodp.methods.base import CommonParams, Method, Steps
-from fodp.schedule import Schedule
-from fodp.window import WindowMemory
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.memory.exponentials import ExponentialSumMemory
+from fodp.memory.window import WindowMemory
+from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
+from fodp.methods.parts import schedule
+from fodp.methods.parts.filters import feedback_gains
+from fodp.methods.parts.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class FODPSGDParams(CommonParams):
         if self.compact is not None:
             _checks.one_of("compact", self.compact, ("bfloat16", "exponentials"))
         if self.compact == "exponentials" and self.tau != 0:
-            raise PrivacyError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
+            raise ConfigurationError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
         _checks.open_fraction("compact_error", self.compact_error)
         self.memory(floor=1.0)  # checks the ranges of all the rest
         self._refuse_unused(self.compact == "exponentials", "compact='exponentials'", "compact_error")
@@ -90,32 +89,39 @@ class FODPSGD(Method):
     reference = "Partohaghighi & Marcia, Deep Learning under Fractional-Order Differential Privacy"
     noise_meaning = "the paper's σ: noise std over C; the event's multiplier is σ/β"
     advice = "To study the paper's method; at equal ε it is DP-SGD with a low-pass filter."
-    colours_noise = True
+    correlates_noise = True
     Params: ClassVar[type[CommonParams]] = FODPSGDParams
 
-    def events(self, plan: "Plan") -> tuple[Phase, ...]:
+    def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         """(q, σ/β) every step, in pieces where β has a schedule."""
         return tuple(
             Phase((Event(plan.sampling_rate, plan.noise_multiplier / beta),), steps)
             for beta, steps in schedule.pieces(self.params.beta, plan.steps)
         )
 
-    def init(self, plan: "Plan", size: int) -> WindowMemory:
+    def init(self, plan: PublicNumbers, size: int) -> WindowMemory:
         """An empty memory, on the scale of the noise it will see."""
         return self.params.memory(noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma))
 
-    def step(self, run: Steps, memory: WindowMemory) -> Tensor:
+    def step(self, run: StepContext, memory: WindowMemory) -> Tensor:
         """One turn of Algorithm 1's loop; the optimizer then takes s̃_t / L."""
         C, sigma = run.clip_norm, run.plan.noise_multiplier
         beta = schedule.value_at(self.params.beta, run.step)
 
+        # βs + (1-β)u + noise is one sum: (1-β)u knows earlier releases alone, so adding it to the release of βs, whose
+        # bound is βC, is post-processing, and neither the sum nor the event depends on which addition comes first.
         lot = run.draw()  # line 3: m_i ~ Bernoulli(q)
-        s = run.gradients(lot).clipped_sum(C)  # line 4: s_t, sensitivity C
-        u = memory.recall()  # lines 5 to 15: u_{t-1}, None while K_t = 1; read as it is mixed in
-        r = beta * s if u is None else (beta * s).plus(u, 1 - beta)  # lines 7, 16: r_t, sensitivity βC
-        release = run.release(lot, r, std=sigma * C)  # line 18: s̃_t = r_t + N(0, σ²C²)
-        memory.write(release)  # lines 20 to 25: buffer and EMA trend
+        gradients = run.gradients(lot)
+        r = beta * gradients.clipped_sum(C)  # lines 4, 16: β·s_t, sensitivity βC
+        std = run.adapt_clip(gradients, r, std=sigma * C)  # σC; with a quantile, which the paper has not, a little more
+        fresh = run.release(lot, r, std)  # line 18: β·s_t + N(0, σ²C²)
+        release = memory.mix_in_(fresh, 1 - beta)  # lines 5 to 16, 20 to 25: s̃_t = … + (1-β)·u_{t-1}, remembered
         return release  # line 19: divided by the public L, given to the optimizer
+
+    def accumulated_noise(self, plan: PublicNumbers) -> float:
+        """The filter lets through what stays: that of DP-SGD at σ/β (docs/mechanism.md), for windows far below T."""
+        pieces = schedule.pieces(self.params.beta, plan.steps)
+        return plan.clip_norm * math.sqrt(sum(steps * (plan.noise_multiplier / beta) ** 2 for beta, steps in pieces))
 
     def noise_gains(self, memory: WindowMemory) -> Sequence[float]:
         """What the feedback of earlier releases makes of the noise, at the memory's present weights."""

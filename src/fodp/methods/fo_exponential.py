@@ -1,15 +1,12 @@
 """FO-DP-SGD with an exponential memory: a query-level design of the paper's ablation."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fodp import _checks
 from fodp.memory import ExponentialMemory
+from fodp.methods.base import PublicNumbers
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.fo_uniform import FOUniformParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,6 @@ class FOExponential(FODPSGD):
     advice = "To see whether the shape of the memory matters."
     Params = FOExponentialParams
 
-    def init(self, plan: "Plan", size: int) -> ExponentialMemory:
-        """An empty window."""
+    def init(self, plan: PublicNumbers, size: int) -> ExponentialMemory:
         bfloat16 = self.params.compact is not None
         return ExponentialMemory(self.params.window, self.params.decay, bfloat16=bfloat16)

@@ -1,16 +1,13 @@
 """FO-DP-SGD with a uniform memory: a query-level design of the paper's ablation."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fodp import _checks, schedule
+from fodp import _checks
 from fodp.memory import UniformMemory
-from fodp.methods.base import CommonParams
+from fodp.methods.base import CommonParams, PublicNumbers
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.schedule import Schedule
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.methods.parts import schedule
+from fodp.methods.parts.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +34,5 @@ class FOUniform(FODPSGD):
     advice = "To see whether the shape of the memory matters."
     Params = FOUniformParams
 
-    def init(self, plan: "Plan", size: int) -> UniformMemory:
-        """An empty window."""
+    def init(self, plan: PublicNumbers, size: int) -> UniformMemory:
         return UniformMemory(self.params.window, bfloat16=self.params.compact is not None)

@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fodp.filters import MemoryAfterRelease
 from fodp.memory import noise_floor
-from fodp.methods.base import Steps
+from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGDParams
-from fodp.schedule import value_at
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
+from fodp.methods.parts.filters import MemoryAfterRelease
+from fodp.methods.parts.schedule import value_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +29,17 @@ class PostFM(DPSGD):
     summary = "Fractional memory after the standard release (the paper's comparison)."
     reference = "Partohaghighi & Marcia, eqs. post_fm_memory_results to post_fm_parameter_update_results"
     advice = "To separate where memory acts from how much noise there is."
-    colours_noise = True
+    correlates_noise = has_unit_gain = True
     Params = PostFMParams
 
-    def init(self, plan: "Plan", size: int) -> MemoryAfterRelease:
-        """An empty memory."""
+    def init(self, plan: PublicNumbers, size: int) -> MemoryAfterRelease:
         floor = noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma)
         return MemoryAfterRelease(value_at(self.params.beta, 0), self.params.memory(floor))
 
-    def step(self, run: Steps, memory: MemoryAfterRelease) -> Tensor:
+    def step(self, run: StepContext, memory: MemoryAfterRelease) -> Tensor:
         """An ordinary DP-SGD release, then memory."""
         memory.beta = value_at(self.params.beta, run.step)
         return memory.mix_(super().step(run, None))
 
     def noise_gains(self, memory: MemoryAfterRelease) -> Sequence[float]:
-        """β², then ((1-β)·ŵ)²."""
         return memory.noise_gains()

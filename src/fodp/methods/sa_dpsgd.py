@@ -2,14 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fodp import _checks
-from fodp.methods.base import Steps, Vectors
+from fodp.methods.base import DataclassState, PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-
-if TYPE_CHECKING:
-    from fodp.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +19,15 @@ class SADPSGDParams(DPSGDParams):
         super().__post_init__()
         _checks.at_least_zero("k", self.k)
         _checks.whole("patience", self.patience, minimum=0)
+
+
+@dataclass
+class AnnealingState(DataclassState):
+    """The public loss at the last accepted proposal, and how many were accepted in all and rejected since."""
+
+    energy: float | None = None
+    accepted: int = 0
+    rejected: int = 0
 
 
 class SADPSGD(DPSGD):
@@ -40,15 +45,14 @@ class SADPSGD(DPSGD):
     noise_meaning = "σ: noise std over C, and the event's multiplier, of every proposal"
     cost = "one gradient and one public score"
     advice = "Only with a public held-out split; rejected proposals are paid for."
-    insists = True
-    proposes = True
+    owns_optimizer = True
+    has_acceptance_test = True
     Params = SADPSGDParams
 
-    def init(self, plan: "Plan", size: int) -> Vectors:
-        """Nothing accepted yet."""
-        return Vectors(energy=None, accepted=0, rejected=0)
+    def init(self, plan: PublicNumbers, size: int) -> AnnealingState:
+        return AnnealingState()
 
-    def accepts(self, run: Steps, state: Vectors) -> bool:
+    def accepts(self, run: StepContext, state: AnnealingState) -> bool:
         """Score the proposal; remember what was decided."""
         energy = run.public_score()
         if not self._takes(run, state, energy):
@@ -57,7 +61,7 @@ class SADPSGD(DPSGD):
         state.energy, state.accepted, state.rejected = energy, state.accepted + 1, 0
         return True
 
-    def _takes(self, run: Steps, state: Vectors, energy: float) -> bool:
+    def _takes(self, run: StepContext, state: AnnealingState, energy: float) -> bool:
         if state.energy is None or state.rejected >= self.params.patience:
             return True
         rise = energy - state.energy

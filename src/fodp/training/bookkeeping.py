@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from fodp._checks import PrivacyError
+from fodp._checks import LedgerError
 from fodp.ledger import Account, Ledger
 from fodp.ledger.fingerprint import fingerprint
 from fodp.plan import Plan
@@ -21,6 +21,8 @@ def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any)
         "accountant": plan.accountant,
         "randomness": "secure" if plan.seed is None else "seeded",  # the seed itself is nobody's business
     }
+    if plan.unit == "person":
+        about |= {"unit": plan.unit, "records_per_person": plan.records_per_person}
     return ledger.open(
         run, plan.events(), steps, about=about, fingerprint=_fingerprint(dataset), seed=seed_mark(ledger, plan)
     )
@@ -32,7 +34,7 @@ def seed_mark(ledger: Ledger, plan: Plan) -> str | None:
         return None
     mark = fingerprint([b"the seed of a run;", str(plan.seed).encode()])
     if mark is None and ledger.has_budgets():
-        raise PrivacyError(
+        raise LedgerError(
             "a ledger with a budget must know a seed again, and no secret can be kept in the user's configuration "
             "folder (XDG_CONFIG_HOME, ~/.config) to mark it with: make that writable, or leave the seed out"
         )

@@ -8,6 +8,8 @@ import csv
 import io
 import math
 import time
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,18 +17,30 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fodp import _checks, accounting
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, PrivacyError
 from fodp._extras import need
+from fodp._files import give_room_back, give_spare_back
 from fodp.ledger.store import whole_minutes
-from fodp.models import accuracy
+from fodp.training.checkpoint import make_room_for_all
+from fodp.training.export import write_weights
 from fodp.training.folder import write_atomically
+from fodp.training.scores import accuracy, refuse_unfit
 
 if TYPE_CHECKING:
     from fodp.training.trainer import Trainer
 
 
+Metric = Callable[[nn.Module, Any], Mapping[str, float]]
+
+
 class Callback:
-    """Called by the trainer at fixed moments; override what you need."""
+    """Called by the trainer at fixed moments; override what you need.
+
+    Scores on public data go into `trainer.metrics`, by name; logs write all that are new, checkpoints keep them.
+    """
+
+    # Those of a lower order are called first: 0 makes scores, 1 reads them, 2 writes everything down.
+    order = 0
 
     def on_start(self, trainer: "Trainer") -> None:
         """Before the first step of a fit."""
@@ -93,12 +107,29 @@ class WeightAverage(Callback):
 
 
 class Evaluate(Callback):
-    """Accuracy and loss on data that you declare public (a score on private data would leak it)."""
+    """Accuracy and loss on data that you declare public (a score on private data would leak it).
 
-    def __init__(self, public_dataset: Any, every: int = 1, average: WeightAverage | None = None):
+    `metric(model, public_dataset)` gives other scores by name, such as `{"loss": …}` of a regression.
+    """
+
+    def __init__(
+        self,
+        public_dataset: Any,
+        every: int = 1,
+        average: WeightAverage | None = None,
+        metric: Metric | None = None,
+    ):
         self.dataset, self.every, self.average = public_dataset, _checks.whole("every", every), average
+        self.metric = metric
         self._epochs = 0
         self.best = 0.0
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Score before anything is released, so that no mistake shows after private steps."""
+        if trainer.step == 0 and self.metric is None:
+            refuse_unfit(trainer.model, self.dataset)
+        elif trainer.step == 0 and self.metric is not None:
+            self._scores(trainer.model, self.metric)
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Score the model, or its average where there is one."""
@@ -106,15 +137,28 @@ class Evaluate(Callback):
         if self._epochs % self.every and trainer.step < trainer.last_step:
             return
         averaged = None if self.average is None else self.average.model
-        score, loss = accuracy(averaged or trainer.model, self.dataset)
-        if not math.isfinite(loss):
+        model = averaged or trainer.model
+        if self.metric is not None:
+            scores = self._scores(model, self.metric)
+        else:
+            score, loss = accuracy(model, self.dataset)
+            self.best = max(self.best, score)
+            scores = {"accuracy": score, "loss": loss, "best_accuracy": self.best}
+        trainer.metrics.update(scores)
+        if not all(math.isfinite(trainer.metrics[name]) for name in scores):
             raise PrivacyError(
                 f"training has diverged: after step {trainer.step} the scores on the public data are not finite. Lower "
                 "the learning rate or look at the data's scale; the epsilon of the run, "
                 f"{accounting.rounded_up(trainer.stated_epsilon())}, stays spent"
             )
-        self.best = max(self.best, score)
-        trainer.metrics.update(accuracy=score, loss=loss, best_accuracy=self.best)
+
+    def _scores(self, model: nn.Module, metric: Metric) -> dict[str, float]:
+        scores = metric(model, self.dataset)
+        if not isinstance(scores, Mapping):
+            raise ConfigurationError(
+                f"metric(model, dataset) gives scores by name, such as {{'loss': 0.5}}; got {_checks.shown(scores)}"
+            )
+        return dict(scores)
 
     def state_dict(self) -> dict[str, Any]:
         """Epochs seen and the best score."""
@@ -125,24 +169,85 @@ class Evaluate(Callback):
         self._epochs, self.best = int(state.get("epochs", 0)), float(state.get("best", 0.0))
 
 
-class CSVLog(Callback):
-    """One line per epoch: epoch, step, the ε of the steps so far (a running display) and the public scores."""
+class EarlyStopping(Callback):
+    """End the run when a public score has not become better for `patience` of its values.
 
-    FIELDS = ("epoch", "step", "epsilon", "accuracy", "loss")
+    The ε of a run that ends so is the whole plan's: where it ended depends on what was seen (docs/privacy.md). It saves
+    time, not privacy; a budget in a ledger takes only the steps that were used. A run that was resumed stays stopped.
+
+    Args:
+        metric: a name in `trainer.metrics`, such as "accuracy" or "loss", filled by `Evaluate` or a callback of yours.
+        patience: how many values in a row may be no better than the best.
+        mode: "max" if larger is better, "min" if smaller.
+    """
+
+    order = 1
+
+    def __init__(self, metric: str = "accuracy", patience: int = 5, mode: str = "max"):
+        self.metric, self.patience = metric, _checks.whole("patience", patience)
+        self._sign = {"max": 1.0, "min": -1.0}[_checks.one_of("mode", mode, ("max", "min"))]
+        self.best: float | None = None
+        self.waited = 0
+        self._warned = False
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """A run that was stopped does not go on by being resumed."""
+        if self.waited >= self.patience:
+            trainer.stop_early()
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Compare the newest value."""
+        if not self._warned and trainer.metrics.new and self.metric not in trainer.metrics:
+            known, self._warned = ", ".join(sorted(trainer.metrics)), True
+            warnings.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}", stacklevel=2)
+        if self.metric not in trainer.metrics.new:
+            return
+        score = trainer.metrics[self.metric]
+        if self.best is None or self._sign * score > self._sign * self.best:
+            self.best, self.waited = score, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            trainer.stop_early()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score and how long it has been so."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on waiting."""
+        self.best, self.waited = state.get("best"), int(state.get("waited", 0))
+
+
+class CSVLog(Callback):
+    """One line per epoch: epoch, step, the ε of the steps so far (a running display) and every score that is new.
+
+    A score that was not computed in an epoch leaves its cell empty; a name that first comes up later adds a column.
+    """
+
+    order = 1
+    FIELDS = ("epoch", "step", "epsilon")
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._file: TextIO | None = None
+        self._fields: list[str] = list(self.FIELDS)
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the file; keep earlier lines only up to the step that is resumed from."""
         kept = [row for row in self._rows() if int(row["step"]) <= trainer.step] if trainer.step else []
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.FIELDS, extrasaction="ignore")
+        self._begin(list(kept[0]) if kept else list(self.FIELDS), kept)
+
+    def _begin(self, fields: list[str], rows: list[dict[str, str]]) -> None:
+        """Write the header and earlier lines, and keep the file open for more."""
+        self._fields, text = fields, io.StringIO()
+        writer = csv.DictWriter(text, fields, restval="")
         writer.writeheader()
-        writer.writerows(kept)
+        writer.writerows(rows)
+        if self._file is not None:
+            self._file.close()
         write_atomically(self.path, text.getvalue())
-        self._file = self.path.open("a", newline="")
+        self._file = self.path.open("a", newline="", encoding="utf-8")
 
     def _rows(self) -> list[dict[str, str]]:
         """The lines so far, without a last one that a crash has cut; refuses a file that is no log of ours."""
@@ -151,9 +256,11 @@ class CSVLog(Callback):
         try:
             rows = list(csv.DictReader(self.path.read_bytes().decode().rpartition("\n")[0].splitlines()))
             for row in rows:
-                if tuple(row) != self.FIELDS or not all(math.isfinite(float(value or 0)) for value in row.values()):
+                if tuple(row)[:3] != self.FIELDS or None in row:
                     raise ValueError(f"the line {row}")
                 int(row["step"])
+                for value in row.values():
+                    float(value or 0)
         except (ValueError, TypeError, csv.Error) as error:
             raise PrivacyError(
                 f"{self.path} is damaged ({_checks.shown(str(error))}): it is only a log, move it away and resume"
@@ -162,15 +269,18 @@ class CSVLog(Callback):
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write a line."""
-        assert self._file is not None
         row: dict[str, Any] = {
             "epoch": -(-trainer.step // trainer.steps_per_epoch),
             "step": trainer.step,
             "epsilon": trainer.epsilon(),
+            **{name: score for name, score in trainer.metrics.items() if name in trainer.metrics.new},
         }
-        row |= {name: trainer.metrics[name] for name in ("accuracy", "loss") if name in trainer.metrics}
+        added = [name for name in row if name not in self._fields]
+        if added:
+            self._begin([*self._fields, *added], self._rows())
+        assert self._file is not None
         try:
-            csv.DictWriter(self._file, self.FIELDS).writerow(row)
+            csv.DictWriter(self._file, self._fields, restval="").writerow(row)
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from None
@@ -188,7 +298,12 @@ class CSVLog(Callback):
 
 
 class TensorBoard(Callback):
-    """ε and the public scores for TensorBoard (needs the extra `tensorboard`)."""
+    """The ε of the steps so far and every new public score, at the step it belongs to (needs the extra `tensorboard`).
+
+    Times are whole minutes, as in all files of a run: more exact ones tell how large the lots were.
+    """
+
+    order = 1
 
     def __init__(self, folder: str | Path):
         need("tensorboard", "the callback TensorBoard", extra="tensorboard")
@@ -198,7 +313,8 @@ class TensorBoard(Callback):
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Write the scalars of this epoch."""
-        for name, value in {"epsilon": trainer.epsilon(), **trainer.metrics}.items():
+        scores = {name: score for name, score in trainer.metrics.items() if name in trainer.metrics.new}
+        for name, value in {"epsilon": trainer.epsilon(), **scores}.items():
             self._writer.add_scalar(name, value, trainer.step, walltime=whole_minutes())
 
     def on_stop(self, trainer: "Trainer") -> None:
@@ -210,18 +326,26 @@ class Checkpoint(Callback):
     """A checkpoint every `every` epochs and whenever a fit ends, also after Ctrl-C.
 
     With a `share` below one, an epoch goes without when saving would take more than that share of the time so far
-    since the last one: a crash then loses a little more, and short epochs cost little.
+    since the last one: a crash then loses a little more, and short epochs cost little. Before the first release, room
+    on the disk is taken for all later ones, so that a disk that fills up meanwhile does not lose the training. If the
+    last one cannot be written all the same, `weights.safetensors` beside it gets the weights and their privacy card.
     """
+
+    order = 2
 
     def __init__(self, path: str | Path, every: int = 1, share: float = 1.0):
         self.path, self.every, self.share = Path(path), _checks.whole("every", every), _checks.fraction("share", share)
         self._epochs = 0
         self._saved_at = self._seconds = 0.0  # when the last one was ready, and how long it took
+        self._saved_step: int | None = None  # in this fit
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Save before the first release, so that there is always something to resume from."""
+        """Save before the first release, so that there is always something to resume from, and room for the rest."""
+        self._saved_step = None
         if trainer.step == 0:
             self._save(trainer)
+        if self.path.exists():
+            make_room_for_all(trainer, self.path)
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Save now and then."""
@@ -232,18 +356,38 @@ class Checkpoint(Callback):
 
     def on_stop(self, trainer: "Trainer") -> None:
         """Save what there is; a step that broke off in the middle is not worth it."""
-        if trainer.between_steps:
-            self._save(trainer)
+        give_spare_back(self.path)  # the ledger and the result may need it now
+        try:
+            if trainer.between_steps and self._saved_step != trainer.step:
+                self._save(trainer)
+        except PrivacyError as error:
+            raise self._with_weights(trainer, error) from None
+        finally:
+            give_room_back(self.path)
 
     def _save(self, trainer: "Trainer") -> None:
         started = time.perf_counter()
         trainer.save(self.path)
+        self._saved_step = trainer.step
         self._saved_at = time.perf_counter()
         self._seconds = self._saved_at - started
+
+    def _with_weights(self, trainer: "Trainer", error: PrivacyError) -> PrivacyError:
+        """The last checkpoint could not be written: save the weights at least, which are far smaller."""
+        file = self.path.with_name("weights.safetensors")
+        give_room_back(self.path)
+        try:
+            write_weights(trainer.model.state_dict(), trainer.privacy_card(), file)
+        except PrivacyError:
+            file.unlink(missing_ok=True)
+            return PrivacyError(f"{error}. Nor could the weights: what was trained since that checkpoint is lost")
+        return PrivacyError(f"{error}. The weights of step {trainer.step} and their privacy card are in {file}")
 
 
 class Progress(Callback):
     """A bar on the terminal with the public score and ε so far."""
+
+    order = 1
 
     def __init__(self) -> None:
         from rich.console import Console

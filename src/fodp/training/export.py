@@ -1,36 +1,50 @@
-"""What may be published of a run: weights and a privacy card. No key, no seed, no private quantity."""
+"""What may be published of a run: weights, a privacy card, how to predict. No key, no seed, no private quantity."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp.budget import RenyiBudget
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp.accounting.budget import RenyiBudget
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.training import checkpoint
+from fodp.training.exported import prediction_notes
 from fodp.training.fitting import stated_epsilon
 from fodp.training.folder import RunFolder
 
 
 def export(run_folder: Path, file: Path) -> dict[str, Any]:
-    """Write the run's weights and its privacy card; returns the card."""
+    """Write the run's weights, its privacy card and what predicting takes; returns the card."""
     folder = RunFolder(run_folder)
+    if not os.path.exists(folder.checkpoint):  # which takes names that no system does for absent
+        raise ConfigurationError(
+            f"{folder.path} is not the folder of a run (no {folder.checkpoint.name}): name the one that `fodp train` "
+            "printed, or said with --out"
+        )
     saved = checkpoint.load(folder.checkpoint)
     try:
         plan = Plan(**saved["plan"])
         _checks.whole("step", saved["step"], minimum=0)
         planned = plan.steps if saved["planned"] is None else _checks.whole("planned", saved["planned"])
         steps, budget = _charged(folder, plan, saved)
-        card = privacy_card(plan, steps, planned, budget)
-        # Tied weights share memory, which the format refuses: each name gets its own copy.
-        weights = {name: tensor.clone().contiguous() for name, tensor in saved["model"].items()}
+        card = privacy_card(plan, steps, planned, budget) | _prediction_notes(folder, file)
+        write_weights(saved["model"], card, file)
     except (AttributeError, KeyError, TypeError) as error:
-        raise PrivacyError(f"{folder.checkpoint} is not a run's checkpoint ({error}); restore a copy of it") from None
+        raise LedgerError(f"{folder.path} does not hold a run ({error}); restore a copy of it") from None
+    return card
+
+
+def write_weights(state: dict[str, Tensor], card: dict[str, Any], file: Path) -> None:
+    """Weights, with the privacy card (and what predicting takes) as metadata."""
+    # Tied weights share memory, which the format refuses: each name gets its own copy.
+    weights = {name: tensor.clone().contiguous() for name, tensor in state.items()}
     broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if broken:
         raise PrivacyError(f"the run has diverged: {broken[0]} is not finite; train again with a lower learning rate")
@@ -38,8 +52,15 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     try:
         save_file(weights, file, metadata=metadata)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise PrivacyError(f"{file} cannot be written ({error}); name a file in a writable folder") from None
-    return card
+        raise ConfigurationError(f"{file} cannot be written ({error}); name a file in a writable folder") from None
+
+
+def _prediction_notes(folder: RunFolder, file: Path) -> dict[str, str]:
+    """The model, its data's public card and how to load them; only `fodp train` knows, who trains by hand does not."""
+    config = folder.read_config() if folder.config.exists() else {}
+    if "card" not in config:
+        return {}
+    return prediction_notes(config["model"], config["model_code"], config["card"], file.name)
 
 
 def _charged(folder: RunFolder, plan: Plan, saved: dict[str, Any]) -> tuple[int, RenyiBudget | None]:
@@ -72,7 +93,8 @@ def privacy_card(plan: Plan, steps: int, planned: int, budget: RenyiBudget | Non
         "steps": steps,
         "clip_norm": plan.clip_norm,
         "noise_multiplier": plan.noise_multiplier,
-        "unit": "one training example, added or removed",
+        "unit": plan.unit_in_words(),
+        **({"records_per_person": plan.records_per_person} if plan.unit == "person" else {}),
         "randomness": "secure"
         if plan.seed is None
         else "seeded research run: no guarantee against holders of the seed",

@@ -1,34 +1,73 @@
 """What fits a plan: the optimizer it may drive, and the steps that a target ε allows."""
 
+import math
+from dataclasses import fields
+
 import torch
 
 from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import rounded_up
-from fodp.budget import RenyiBudget
+from fodp.accounting.budget import RenyiBudget
+from fodp.methods import Method
+from fodp.methods.parts.rates import AUTO, automatic_rate, shaped_scale
+from fodp.methods.parts.updates import Sgd
 from fodp.plan import Plan
 from fodp.run import Run
+
+# Parameters of a method that nothing but its own optimizer uses.
+_OF_THE_OPTIMIZER = ("lr", "beta1", "beta2", "adam_eps", "weight_decay", "bc_floor")
 
 
 def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     """The method's own optimizer, or the given one if it holds exactly the trainable parameters."""
     method = run.plan.algorithm
     if optimizer is None:
-        return method.optimizer(run.engine.layout.parameters)
-    if method.own_optimizer:
-        raise PrivacyError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
+        made = method.optimizer(run.engine.layout.parameters)
+        if method.params.lr == AUTO:
+            rate = _automatic_rate(run)
+            for group in made.param_groups:
+                group["lr"] = rate
+        return made
+    if method.owns_optimizer:
+        raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
+    _refuse_what_would_not_act(method)
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise PrivacyError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
+        raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     wanted = {id(p) for p in run.engine.layout.parameters}
     if held - wanted:
-        raise PrivacyError("the optimizer holds parameters that are not this model's: build it on model.parameters()")
+        raise ConfigurationError(
+            "the optimizer holds parameters that are not this model's: build it on model.parameters()"
+        )
     if wanted - held:
         missing = [
             n for n, p in zip(run.engine.layout.names, run.engine.layout.parameters, strict=True) if id(p) not in held
         ]
-        raise PrivacyError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
+        raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
+
+
+def _automatic_rate(run: Run) -> float:
+    """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
+    method, parameters = run.plan.algorithm, run.engine.layout.parameters
+    scale = shaped_scale((p, math.sqrt(run.noise_share(p))) for p in parameters)
+    # The optimizer's momentum adds up 1/(1-m) of every release; a filter's gain is one in the long run.
+    assert isinstance(method.parts.update, Sgd)  # or there is no rule
+    accumulated = method.accumulated_noise(run.plan) / (1 - method.parts.update.momentum)
+    return automatic_rate(method.params.auto_ratio, run.plan.lot_size, accumulated, scale)
+
+
+def _refuse_what_would_not_act(method: Method) -> None:
+    """Raise for a learning rate in the plan beside an optimizer with its own: it would be recorded and never used."""
+    defaults = {field.name: field.default for field in fields(method.Params)}
+    for name in _OF_THE_OPTIMIZER:
+        value = getattr(method.params, name)
+        if value != defaults[name]:
+            raise ConfigurationError(
+                f"params set {name}={value!r}, which does nothing beside an optimizer of your own: set it there and "
+                "leave it out of params, or leave optimizer=None"
+            )
 
 
 def stated_epsilon(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None) -> float:
@@ -36,7 +75,7 @@ def stated_epsilon(plan: Plan, steps: int, planned: int, budget: RenyiBudget | N
 
     Guarantee: the run is (ε, δ)-differentially private with the plan's δ, also if it was stopped because of what was
     seen. A run that stops early shows no more than one that goes on to the end, but where it stops tells something, so
-    the first steps' own ε does not hold for it. A budget covers every stop (`fodp.budget.RenyiBudget`).
+    the first steps' own ε does not hold for it. A budget covers every stop (`fodp.accounting.budget.RenyiBudget`).
     """
     if steps >= planned:
         return plan.epsilon(steps=steps)
@@ -57,7 +96,7 @@ def steps_within(plan: Plan, target_epsilon: float) -> int:
         else:
             high = middle
     if low == 0:
-        raise PrivacyError(
+        raise BudgetError(
             f"not even one step fits epsilon {target_epsilon:g} (one costs {rounded_up(plan.epsilon(steps=1))}): raise "
             "the noise multiplier or the target"
         )

@@ -1,12 +1,13 @@
 """The folder of a run: configuration, per-epoch metrics, result, statement, checkpoint, plot, ledger."""
 
 import json
-import tempfile
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
-from fodp._files import atomically
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp._files import Hold, atomically
 from fodp.ledger.header import is_address
 
 _TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
@@ -35,6 +36,7 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.pt"
         self.ledger = self.path / "ledger.sqlite"
         self.plot = self.path / "accuracy.png"
+        self._hold = Hold(self.path / "run.lock")
 
     def create(self) -> None:
         """Make the folder; one that holds a run already is not overwritten."""
@@ -42,18 +44,37 @@ class RunFolder:
             holds_a_run = self.config.exists()
             if not holds_a_run:
                 self.path.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.path).close()
+                self.take()
+                holds_a_run = self.config.exists()  # another process may have made one a moment ago
+        except PrivacyError:
+            raise
         except (OSError, ValueError) as error:  # not writable; a name too long, or with a zero byte
-            raise PrivacyError(f"{self.path} cannot be written ({_reason(error)}): choose another --out") from None
+            raise ConfigurationError(
+                f"{self.path} cannot be written ({_reason(error)}): choose another --out"
+            ) from None
         if holds_a_run:
-            raise PrivacyError(
+            raise ConfigurationError(
                 f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
             )
         self.tidy()
 
+    def take(self) -> None:
+        """Let this process own the folder until it leaves it or ends; refuses while another one owns it."""
+        if not self._hold.take(f"process {os.getpid()} on {socket.gethostname()}"):
+            owner = self._hold.path.read_text(encoding="utf-8", errors="replace") or "another process"
+            raise LedgerError(
+                f"{self.path} belongs to a run that {owner} is working on: wait for it or stop it, or choose another "
+                "folder (--out)"
+            )
+
+    def leave(self) -> None:
+        """Let other processes have the folder."""
+        self._hold.leave()
+
     def tidy(self) -> None:
         """Remove what a killed process had begun to write."""
-        for file in (self.config, self.metrics, self.result, self.statement, self.checkpoint, self.ledger):
+        written = (self.config, self.metrics, self.result, self.statement, self.checkpoint, self.plot, self.ledger)
+        for file in written:
             for part in self.path.glob(f"{file.name}.*.part"):  # as `atomically` names them
                 part.unlink(missing_ok=True)
 
@@ -71,13 +92,13 @@ class RunFolder:
         try:
             config = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise PrivacyError(
+            raise ConfigurationError(
                 f"{self.path} holds no run (no {self.config.name}): start one without --resume"
             ) from None
         except (OSError, ValueError, RecursionError) as error:  # not there to read, not text, not JSON
-            raise PrivacyError(f"{self.config} cannot be read ({_reason(error)}): restore a copy of it") from None
+            raise LedgerError(f"{self.config} cannot be read ({_reason(error)}): restore a copy of it") from None
         if not isinstance(config, dict) or not all(isinstance(config.get(key, ""), str) for key in _TEXTS):
-            raise PrivacyError(f"{self.config} is not a run's configuration: restore a copy of it")
+            raise LedgerError(f"{self.config} is not a run's configuration: restore a copy of it")
         return config
 
 

@@ -1,8 +1,4 @@
-"""Records that look otherwise in a lot than alone: what a `collate_fn` pads, and whether a model minds.
-
-A `collate_fn` that pads to the longest record of a lot lets that record change how all others look. That is harmless
-where padding has no effect, and not where a model takes a mean over all positions.
-"""
+"""What a `collate_fn` pads in a loop of one's own: whether the model's outputs mind (`fodp.clipping.padding`)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,19 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from fodp._checks import PrivacyError
+from fodp import _forms
+from fodp._checks import DataError
+from fodp.clipping.padding import ADVICE, close, padded_records
 from fodp.draws import Source
 from fodp.sampling import Fetcher, Lot
 
 if TYPE_CHECKING:
     from fodp.training.recorder import Recorder
-
-_COMPARED = 3  # records of a lot
-_TOLERANCE = 1e-3
-ADVICE = (
-    "pad to a fixed length that is public, or give the model a mask so that padding has no effect (a mean over a "
-    "record's own positions only)"
-)
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Padded:
         """Raise if the model gives a record another output alone than in its lot."""
         sources = [self._place(leaves[i]) for i in places]
         if None in sources:
-            raise PrivacyError(
+            raise DataError(
                 "collate_fn makes records look otherwise in a lot than alone, and the model is given other tensors "
                 f"than the loader's, so that it cannot be seen whether that has an effect: {ADVICE}"
             )
@@ -47,8 +38,8 @@ class Padded:
             given = dict(zip(places, [own[s] for s in sources if s is not None], strict=True))
             changed = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
             found = self._outputs(recorder, changed, form, torch.tensor([record]))
-            if len(found) != len(whole) or not all(_close(a[row], b[0]) for a, b in zip(whole, found, strict=True)):
-                raise PrivacyError(
+            if len(found) != len(whole) or not all(close(a[row], b[0]) for a, b in zip(whole, found, strict=True)):
+                raise DataError(
                     "the model's output for a record depends on how far other records of its lot make collate_fn pad "
                     f"it: one long record would change the gradients of all: {ADVICE}"
                 )
@@ -85,41 +76,6 @@ class Padded:
 
 def compare_alone(fetcher: Fetcher, lot: Lot, source: Source, batch: Any) -> Padded | None:
     """Collate some records of the lot alone; None where they look there as they do in the lot."""
-    whole = tree_leaves(batch)
-    alone = []
-    for row in torch.linspace(0, len(lot.indices) - 1, min(len(lot.indices), _COMPARED)).long().tolist():
-        index, record = int(lot.indices[row]), int(lot.records[row])
-        own = tree_leaves(fetcher.alone(index, source, record))
-        if len(own) != len(whole):
-            raise PrivacyError(f"collate_fn returns another form of batch for one record than for a lot: {ADVICE}")
-        pairs = [(a[row], b[0]) for a, b in zip(whole, own, strict=True) if _are_rows(a, b, len(lot.indices))]
-        if not all(_close(a, b) for a, b in pairs):
-            raise PrivacyError(
-                "collate_fn makes another batch of a record alone than in its lot, so it mixes records (or normalises "
-                "by the lot): let it treat every record by itself"
-            )
-        if any(a.shape != b.shape for a, b in pairs):
-            alone.append((row, record, own))
-    return Padded(whole, alone, source) if alone else None
-
-
-def _are_rows(in_lot: Any, alone: Any, rows: int) -> bool:
-    return (
-        isinstance(in_lot, Tensor)
-        and isinstance(alone, Tensor)
-        and in_lot.shape[:1] == (rows,)
-        and alone.shape[:1] == (1,)
-        and in_lot.dim() == alone.dim()
-    )
-
-
-def _close(here: Tensor, alone: Tensor) -> bool:
-    """Equal where both have entries."""
-    common = tuple(slice(0, min(a, b)) for a, b in zip(here.shape, alone.shape, strict=True))
-    here, alone = here[common].double(), alone[common].double()
-    return torch.allclose(here, alone, rtol=_TOLERANCE, atol=_TOLERANCE * _size(alone), equal_nan=True)
-
-
-def _size(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    alone = padded_records(fetcher, lot.indices, lot.records, source, batch)
+    own = [(row, record, list(_forms.leaves(rows))) for row, record, rows in alone]
+    return Padded(list(_forms.leaves(batch)), own, source) if own else None

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fodp._checks import PrivacyError
+from fodp._checks import ConfigurationError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
-from fodp.clipping.combine import merged
-from fodp.clipping.engine import HERE, Engine, Points, _Call, _versions
+from fodp.clipping.engine import HERE, Engine, Points
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
-from fodp.clipping.rules import RULES
+from fodp.clipping.layers.combine import merged
+from fodp.clipping.layers.uses import Use
+from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
-from fodp.clipping.uses import Use
 from fodp.draws import Marks, OwnPass, Source
 from fodp.sampling import Lot
 from fodp.training.padding import Padded
@@ -25,32 +25,38 @@ from fodp.training.padding import Padded
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
 _FIRST_LOTS = 2
 _COMPARED = 4
+_MADE_UP = 8  # lots of made-up rows, where a first lot says nothing about the model
 LOOP = "one lot is one forward pass of its batch, one loss.backward() and one optimizer.step()"
+
+
+class _Caught:
+    """The gradient of one tensor, once the owner's backward pass has brought it."""
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
 
 
 class Recorder(Engine):
     """An engine whose gradients come from the owner's backward pass instead of passes of its own.
 
-    Forward hooks remember the inputs of each layer, hooks on the outputs catch their gradients. `mean`
+    The owner's forward passes are recorded as the engine's own are; hooks on tensors catch their gradients. `mean`
     says that the owner's loss is the mean over the lot, so gradients are multiplied by the lot's size.
     Un-noised gradients never stay in `.grad`, where another optimizer might find them.
     """
 
     def __init__(self, model: nn.Module, mean: bool):
         super().__init__(model, self._probe)
-        for name, module in model.named_modules():
-            if type(module) not in RULES and any(p.requires_grad for p in module.parameters(recurse=False)):
-                where = f"{name or 'the model'} ({type(module).__name__})"
-                raise PrivacyError(f"{where} has no layer rule: freeze it, or {TRAINER}")
         self._mean = mean
         self._checking = False
         self._compared = False
         self._looked = 0  # how many lots the model was looked at with
         self._rebuild: Callable[[list[Tensor]], Any]  # the model's arguments from those that hold examples
         self._pass: OwnPass | None = None  # the owner's forward pass, while it lasts
+        self._stood_in: Marks | None = None  # where generators stood when a made-up row stood in for an empty lot
         self._joint_losses: set[int] = set()  # which of the model's outputs are losses that join examples
         self._inside = set(model.modules())
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
+        self._open: Recording | None = None  # what records now
         self.start(None)
 
     def start(self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None) -> None:
@@ -61,33 +67,46 @@ class Recorder(Engine):
         self.lot, self._source, self._padded = lot, source, padded
         self._marks = Marks()  # whatever moves PyTorch's generator from here to the step was not drawn by record
         self._outsiders: dict[int, str] = {}  # backward passes that reached modules which are not the model's
-        self._model_called = False
-        self._caught: list[tuple[_Call, Tensor]] = []
+        self._model_called = self._made_up = False
+        self._recordings: list[Recording] = []
+        self._uses: list[Use | None] | None = None  # what they amount to
         for handle in self._followed.values():
             handle.remove()
         # A hook on all modules, while there is a lot to be stepped.
         self._followed = {} if lot is None else {0: register_module_forward_hook(self._on_any_module)}
+        self._close()
+        if lot is not None and self._by_module:
+            self._record_from_here()  # parts of the model may be called by themselves, too
         self._backwards: set[int] = set()
         self._raw: dict[int, Tensor] = {}  # the owner's gradients, kept until they were compared once
         if lot is not None:
             for parameter in self.layout.parameters:
                 parameter.grad = None
 
+    def start_between_parts(self) -> None:
+        """Forget a part of a lot; until the next one is handed out there is nothing to listen for."""
+        self.start(None)
+
     def uses(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None]:
         """The recorded uses, merged. `batch` only says how many examples there are."""
-        rows = batch_size(batch)
+        if self._uses is None:
+            self._uses = self._recorded_uses(batch_size(batch))
+        return self._uses
+
+    def _recorded_uses(self, rows: int) -> list[Use | None]:
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
-        for call, gradient in self._caught:
-            back = gradient * rows if self._mean else gradient
+        for recording in self._recordings:
+            caught = [slot.gradient for slot in recording.targets()]
+            gradients = [g if g is None or not self._mean else g * rows for g in caught]
             try:
-                if call.versions != _versions(call.args, call.kwargs):
-                    raise Unseparable(f"an input of {type(call.module).__name__} was changed in place later on")
-                found = self._uses_of(call, [(0, back)], rows)
+                for parameter, use in recording.uses(gradients, rows, alive=False):
+                    by_parameter[parameter].append(use)
             except Unseparable as reason:
-                raise PrivacyError(f"{reason}: feed the whole batch to the model, or {TRAINER}") from None
-            for name, use in found.items():
-                if name in call.parameters:
-                    by_parameter[id(call.parameters[name])].append(use)
+                raise ConfigurationError(
+                    "a layer saw another number of rows than the lot has, or rows that cannot be told apart "
+                    f"({reason}): feed the loader's batch to the model, all of it and nothing else, examples first; or "
+                    f"{TRAINER}"
+                ) from None
         return [merged(uses) if uses else None for uses in by_parameter.values()]
 
     def most_rows(self, batch: Batch) -> int | None:
@@ -101,26 +120,29 @@ class Recorder(Engine):
         self._refuse_second_backward()
         reached = [kind for task, kind in self._outsiders.items() if task in self._backwards]
         if reached:
-            raise PrivacyError(
+            raise ConfigurationError(
                 f"the backward pass reached a trainable {reached[0]}, which is not part of the model: an optimizer of "
                 "its own would train it on gradients without noise. Make it part of the model before make_private, or "
                 "freeze it (requires_grad_(False))"
             )
-        if rows and not self._caught:
-            raise PrivacyError(f"optimizer.step() without a backward through the model: {LOOP}")
-        for call, gradient in self._caught:
-            if gradient.shape[:1] != (rows,):
-                raise PrivacyError(
-                    f"{type(call.module).__name__} saw another number of rows than the lot has examples: feed the "
-                    f"loader's batch to the model, all of it and nothing else, examples first; or {TRAINER}"
-                )
+        if rows and not self._backwards:
+            raise ConfigurationError(f"optimizer.step() without a backward through the model: {LOOP}")
+        caught = [slot.gradient for recording in self._recordings for slot in recording.targets()]
+        # What a made-up row gives is no example's; nothing is asked about an empty lot.
+        if not rows and not self._made_up and any(gradient is not None and gradient.numel() for gradient in caught):
+            raise ConfigurationError(
+                "the model saw another number of rows than the lot has examples: this lot is empty"
+            )
+        if rows:
+            with self.exactly(), torch.no_grad():
+                self.uses(self.lot.indices)  # refuses what cannot be told apart
         if (rows and not self._model_called) or (rows > 1 and not self._checked):
-            raise PrivacyError(
+            raise ConfigurationError(
                 "the model itself was not called on this lot: call model(batch, ...), not only its parts, with "
                 f"the examples in the first dimension of its inputs; or {TRAINER}"
             )
         if self._marks.moved():
-            raise PrivacyError(
+            raise ConfigurationError(
                 "random numbers were drawn from PyTorch's generator between the loader and optimizer.step(), outside "
                 "of the model: for a whole lot, so that one record more changes what all others draw. Draw inside of "
                 f"the model, in the data set or in collate_fn, which are keyed by record; or {TRAINER}"
@@ -134,18 +156,18 @@ class Recorder(Engine):
         They are plain functions, which a deep copy of the model shares, and they ignore the copy.
         """
         handles: list[Any] = []
-        for module in self.model.modules():
-            owned = {n: p for n, p in module.named_parameters(recurse=False) if id(p) in self._trainable}
-            if owned:
-                handles.append(module.register_forward_hook(self._recording(module, owned), with_kwargs=True))
 
-        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is self.model and not self._checking:
                 self._on_model_call(args, kwargs)
+                return self._with_stand_in(args, kwargs)
+            return None
 
-        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if module is self.model and not self._checking:
                 self._on_model_return(output)
+                return self._without_stand_in(output)
+            return None
 
         handles.append(self.model.register_forward_pre_hook(called, with_kwargs=True))
         handles.append(self.model.register_forward_hook(returned, always_call=True))
@@ -153,15 +175,25 @@ class Recorder(Engine):
             handles.append(parameter.register_post_accumulate_grad_hook(self._take_away))
         return handles
 
-    def _recording(self, owner: nn.Module, owned: dict[str, nn.Parameter]) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if module is not owner or self._checking or not output.requires_grad:
-                return
-            call, lot = _Call(module, owned, args, kwargs, _versions(args, kwargs)), self.lot
-            # The graph keeps the record: a forward pass without a backward (an evaluation) leaves nothing.
-            output.register_hook(lambda gradient: self._catch(lot, call, gradient.detach()))
+    def _record_from_here(self) -> None:
+        """Begin to record, until `_close`."""
+        lot = self.lot
 
-        return record
+        def catch(output: Tensor) -> _Caught | None:
+            if self._checking:
+                return None
+            caught = _Caught()
+            output.register_hook(lambda gradient: self._catch(lot, caught, gradient.detach()))
+            return caught
+
+        self._open = self._recording(catch)
+        self._open.__enter__()
+        self._recordings.append(self._open)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
 
     def _on_model_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._watched:
@@ -174,8 +206,14 @@ class Recorder(Engine):
             self._look(args, kwargs, self.lot)
         if rows and not self.site.quiet and any(_has_rows(leaf, rows) for leaf in tree_leaves((args, kwargs))):
             self._pass = OwnPass(self.site, self._source, self.lot.records)
+        if not self._by_module:
+            self._close()  # it may have been open until this lot was looked at
+            if rows and self._plan is not None:
+                self._record_from_here()
 
     def _on_model_return(self, output: Any) -> None:
+        if not self._by_module:
+            self._close()
         current, self._pass = self._pass, None
         if current is not None:
             current.end(output is not None)  # None: the forward pass has raised
@@ -184,9 +222,34 @@ class Recorder(Engine):
                 if place in self._joint_losses and leaf.requires_grad:
                     leaf.register_hook(self._refuse_joint_loss)
 
+    def _with_stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of an empty lot with one made-up row, for many models fail on none; nothing comes of it.
+
+        An empty lot has no gradients, whatever the model computes; its step is noise alone.
+        """
+        if self.lot is None or len(self.lot.indices) or not torch.is_grad_enabled():
+            return None
+        leaves, form = tree_flatten((args, kwargs))
+        if not any(_has_rows(leaf, 0) for leaf in leaves):
+            return None
+        self._stood_in, self._made_up = Marks(), True  # it may draw
+        return tree_unflatten(
+            [leaf.new_zeros(1, *leaf.shape[1:]) if _has_rows(leaf, 0) else leaf for leaf in leaves], form
+        )
+
+    def _without_stand_in(self, output: Any) -> Any:
+        """The output of an empty lot as it would be: without the made-up row."""
+        if self._stood_in is None:
+            return None
+        self._stood_in.restore()
+        self._stood_in = None
+        if output is None:  # the forward pass has raised
+            return None
+        return tree_map(lambda leaf: leaf[:0] if _has_rows(leaf, 1) else leaf, output)
+
     def _refuse_joint_loss(self, gradient: Tensor) -> None:
         if self.lot is not None:
-            raise PrivacyError(
+            raise ConfigurationError(
                 "the loss that the model returns is not the "
                 + ("mean" if self._mean else "sum")
                 + " of its examples' own losses, as loss_reduction says: it is another reduction, or one over the "
@@ -208,19 +271,19 @@ class Recorder(Engine):
             if parameter.requires_grad and not known:
                 self._followed[id(parameter)] = parameter.register_post_accumulate_grad_hook(reached)
 
-    def _catch(self, lot: Lot | None, call: _Call, gradient: Tensor) -> None:
-        """The gradient of a layer's output has arrived."""
+    def _catch(self, lot: Lot | None, caught: _Caught, gradient: Tensor) -> None:
+        """The gradient of a tensor has arrived."""
         if self.lot is None:
             return  # nothing can be stepped: an adversarial test, a saliency map
         if lot is not self.lot:
-            raise PrivacyError(f"this backward goes through the forward pass of another lot: {LOOP}")
+            raise ConfigurationError(f"this backward goes through the forward pass of another lot: {LOOP}")
         self._backwards.add(torch._C._current_graph_task_id())
         self._refuse_second_backward()
-        self._caught.append((call, gradient))
+        caught.gradient = gradient if caught.gradient is None else caught.gradient + gradient
 
     def _refuse_second_backward(self) -> None:
         if len(self._backwards) > 1:
-            raise PrivacyError(
+            raise ConfigurationError(
                 "a second backward in the same lot: add the losses up and call backward once; gradients cannot be "
                 f"accumulated ({LOOP})"
             )
@@ -252,6 +315,8 @@ class Recorder(Engine):
                     self._take_loop("what it draws cannot be told apart by example")
                 if rows > 1:
                     self._look_at_pairs(batch)
+                elif not self._by_module and self._plan is None:
+                    self._learn(batch)
                 self._look_at_losses(batch)
                 if self._padded is not None:
                     self._padded.refuse_difference(self, leaves, places, form)
@@ -263,9 +328,12 @@ class Recorder(Engine):
 
     def _look_at_pairs(self, batch: Keyed) -> None:
         if not self._checked:
-            problem = self_check.problem(self, batch)
+            problem = self._problem(batch)
+            for shift in range(_MADE_UP):  # empty rows, say, or all was dropped out: any others will do
+                if problem is None:
+                    problem = self._problem_with_made_up(batch, shift)
             if problem is None:
-                raise PrivacyError(
+                raise ConfigurationError(
                     "the model cannot be checked on the first lot, for its outputs are not finite, have no gradient or "
                     "rest on ties: normalise the data, look at the initial weights"
                 )
@@ -276,6 +344,20 @@ class Recorder(Engine):
         if problem:
             self._take_loop(problem)
         self._looked += 1
+
+    def _problem_with_made_up(self, batch: Keyed, shift: int) -> str | None:
+        """The same of other numbers, in turns with other words: what a first lot holds must not end a run."""
+        tables = [m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        words = min(tables) if tables and shift % 2 else None
+        made_up = Keyed([_made_up(part, words) for part in batch.rows], batch.records + shift, batch.source)
+        try:
+            return self._problem(made_up)
+        except PrivacyError:
+            raise
+        except Exception:  # a model that takes no such words, labels among its inputs for one
+            if words is None:
+                raise
+            return None
 
     def _look_at_losses(self, batch: Keyed) -> None:
         """Is a loss that the model itself returns the declared reduction of its examples' own?"""
@@ -331,7 +413,7 @@ class Recorder(Engine):
 
     def _take_loop(self, reason: str) -> None:
         # There is no loop to take here.
-        raise PrivacyError(
+        raise ConfigurationError(
             "the model must keep the examples of a lot apart, in the first dimension of its layers and outputs, and "
             f"use weights through their own layers only: {reason}. Change that, or {TRAINER}"
         )
@@ -347,14 +429,14 @@ class Recorder(Engine):
             return  # an example that contributes nothing; the next lot will tell
         uses, ones = self.uses(lot.indices), layout.zeros().new_ones(rows)
         sizes = torch.stack([ones.sum() * 0 if u is None else u.squared_norms().sqrt().sum().to(ones) for u in uses])
-        half = any(gradient.dtype not in (torch.float32, torch.float64) for _, gradient in self._caught)
+        half = any(recording.half_precision for recording in self._recordings)
         allowed = tolerance(half or self.half_precision)
         for i, (use, expected) in enumerate(zip(uses, layout.views(raw), strict=True)):
             found = torch.zeros_like(expected)
             if use is not None:
                 use.add_weighted(found, ones, False)
             if (found - expected).norm() > allowed * (sizes[i] + 1e-3 * sizes.sum()):
-                raise PrivacyError(
+                raise ConfigurationError(
                     f"part of the loss reaches {layout.names[i]} past its layer (a penalty on weights, a weight used "
                     f"by hand) and would be lost: put penalties into the optimizer's weight_decay, or {TRAINER}"
                 )
@@ -365,6 +447,15 @@ class Recorder(Engine):
 def _finite(tensor: Tensor) -> Tensor:
     """Anything finite will do for a check of the model."""
     return torch.where(tensor.isfinite(), tensor, 0.5) if tensor.is_floating_point() else tensor
+
+
+def _made_up(tensor: Tensor, words: int | None) -> Tensor:
+    """Other numbers of the same kind, the same in every run; whole ones below `words`, or as they are."""
+    if not tensor.is_floating_point():
+        if words is None or tensor.dtype == torch.bool:
+            return tensor
+        return torch.arange(tensor.numel()).mul(7919).remainder(words).reshape(tensor.shape).to(tensor)
+    return _weights(tensor.numel()).reshape(tensor.shape).to(tensor)
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:

@@ -1,47 +1,51 @@
 """The training loop: a plan, a model, data, and callbacks for everything optional."""
 
 import copy
+import json
 import math
-import signal
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fodp import accounting
-from fodp._checks import PrivacyError
-from fodp.augmentation import Augment
+from fodp import _checks, accounting
+from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyError
+from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
-from fodp.flat import GradientBuffer
+from fodp.clipping.layout import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
+from fodp.ranks import Turn, refuse_other_group
 from fodp.run import Run
+from fodp.sampling import Collate
 from fodp.training import checkpoint
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
+from fodp.training.export import privacy_card
+from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, stated_epsilon, steps_within
-
-# ε is computed at this many points of a run at most; between them the next, larger value is shown.
-_CURVE_POINTS = 50
+from fodp.training.rehearsal import refuse_hooks, rehearse
+from fodp.training.scores import Metrics
+from fodp.training.signals import orderly_stop
 
 
 @dataclass(frozen=True)
 class Result:
     """How a fit ended. `epsilon` is the one to publish: that of the whole plan for a run that was stopped early."""
 
-    reason: str  # "finished", "interrupted", "target reached" or "budget spent"
+    reason: str  # "finished", "interrupted", "stopped early", "target reached" or "budget spent"
     steps: int
     epsilon: float
     delta: float
     lost_steps: int
+    signal: int | None = None  # what interrupted it
 
 
 class Trainer:
@@ -53,10 +57,20 @@ class Trainer:
     the private data (training loss, lot sizes, norms) is shown or stored anywhere.
 
     `augment(batch)` with `copies` K trains on K augmented copies per example whose gradients are averaged
-    before clipping; it must treat every row by itself. `target_epsilon` stops before the step that would
-    exceed it. `ledger` writes spending down before it happens, and refuses what its budget does not allow; a run
-    keeps to one ledger, also when it is resumed. `public_score()` is the loss on data declared
-    public, for methods that ask for it (sa-dpsgd).
+    before clipping; it must treat every row by itself. `owners`, for a plan with unit="person", names for each record
+    whose it is (whole numbers or texts; a list, an array or a tensor). `target_epsilon` stops before the step that
+    would exceed it; `last_step` ends the run after that many of the plan's steps, and ε is then theirs. `ledger` writes
+    spending down before it happens, and refuses what its budget does not allow; a run keeps to one ledger, also when
+    it is resumed. It may be a function that opens the ledger when the first fit asks for it. `run_id` is the name of a
+    new run in the ledger (None: a fresh one); a resumed run keeps the one it began with. `public_score()` is the loss
+    on data declared public, for methods that ask for it (sa-dpsgd). Data of tensors that is not finite is refused
+    before the first step; `allow_non_finite` takes it: an example without a finite gradient counts as zero.
+
+    `collate_fn(records)` makes a batch of a list of records: tensors with the examples first, lists with an item for
+    each example (ragged data, texts), and dicts, lists and tuples of them (also a tokenizer's `BatchEncoding`). It is
+    never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
+    `num_workers` processes read lots ahead while others are trained on (`pin_memory` for an accelerator): the run is
+    the same, bit for bit. Data made of tensors, and methods with several lots in a step, are read without them.
     """
 
     def __init__(
@@ -71,15 +85,22 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         augment: Augment | None = None,
         copies: int = 1,
+        owners: Any = None,
         target_epsilon: float | None = None,
+        last_step: int | None = None,
         microbatch: int | None = None,
         engine: str = "auto",
-        ledger: Ledger | None = None,
+        ledger: Ledger | Callable[[], Ledger] | None = None,
+        run_id: str | None = None,
         public_score: Callable[[], float] | None = None,
+        allow_non_finite: bool = False,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ):
         self.model, self.plan, self._dataset = model, plan, dataset
-        if plan.algorithm.proposes and public_score is None:
-            raise PrivacyError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
+        if plan.algorithm.has_acceptance_test and public_score is None:
+            raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
         self.run = Run(
             model,
             loss_fn,
@@ -89,32 +110,59 @@ class Trainer:
             engine=engine,
             augment=augment,
             copies=copies,
+            owners=owners,
             public_score=public_score,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
         )
         self.optimizer = fitting_optimizer(self.run, optimizer)
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(self.optimizer)
         self.scheduler = scheduler
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
-            raise PrivacyError(
+            raise ConfigurationError(
                 "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
                 "of the optimizer that makes it"
             )
-        self.callbacks = list(callbacks)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "ReduceLROnPlateau wants a score at every step, and there is none to give it: use a scheduler "
+                "of the step alone (StepLR, CosineAnnealingLR), or step it in a callback with a public score"
+            )
+        # Of several ranks the first one looks, writes and keeps the ledger; all of them train.
+        self.callbacks = list(callbacks) if self.run.ranks.is_first else []
+        self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose
         self.target_epsilon = target_epsilon
-        self.last_step = plan.steps if target_epsilon is None else steps_within(plan, target_epsilon)
+        end = plan.steps if last_step is None else _checks.whole("last_step", last_step, maximum=plan.steps)
+        self.last_step = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))
         self._planned: int | None = None  # where the run was to end when it began
         self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))
-        self.metrics: dict[str, float] = {}  # public scores, filled by callbacks
+        self.metrics = Metrics()  # public scores, filled by callbacks
         self.lost_steps = 0
-        self.interrupted = False
-        self.ledger, self.run_id = ledger, uuid.uuid4().hex
+        self.interrupted = self._stopped_early = False
+        self._signal: int | None = None  # which interrupted it
+        if run_id is not None and not (isinstance(run_id, str) and run_id.strip()):
+            raise ConfigurationError(f"run_id must be a name for the run, got {_checks.shown(run_id)}")
+        self._ledger, self.run_id = ledger if self.run.ranks.is_first else None, run_id or uuid.uuid4().hex
         self._account: Account | None = None  # opened by the first fit, or by resuming
         self._jumped_to_the_end = self._out_of_budget = False
         self.between_steps = True  # False while a step is under way: no state worth saving then
+        self._begun = 0  # the step that is under way
+        self._refused: str | None = None  # what made a step of this run impossible
         self._gradients = GradientBuffer(self.run.engine.layout)
         self._trained = {id(parameter) for parameter in self.run.engine.layout.parameters}
-        self._curve: dict[int, float] = {}
+        self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {type(self.model).__name__}, step {self.step} of {self.last_step}, {self.plan!r}>"
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger that the run is kept in, opened now if it was given as a function."""
+        if self._ledger is not None and not isinstance(self._ledger, Ledger):
+            self._ledger = self._ledger()
+        return self._ledger
 
     @property
     def step(self) -> int:
@@ -127,20 +175,14 @@ class Trainer:
         return math.ceil(self.last_step / self.steps_per_epoch)
 
     def epsilon(self) -> float:
-        """ε of the steps taken so far (rounded up to the next precomputed point within an epoch). Changes nothing.
+        """ε of the steps taken so far, an upper bound that is at most 2% above it. Changes nothing.
 
         A running display: it would be the run's ε if the run had been fixed beforehand to end here. What a run that
         is stopped now guarantees is `stated_epsilon()`.
         """
-        if self.step == 0:
-            return 0.0
-        if self.step not in self._curve and not any(point > self.step for point in self._curve):
-            ends = [min(self.steps_per_epoch * (e + 1), self.last_step) for e in range(self.epochs)]
-            every = math.ceil(len(ends) / _CURVE_POINTS)
-            points = sorted({*ends[every - 1 :: every], self.last_step})
-            values = accounting.epsilon_curve(self.plan.events(), self.plan.delta, self.plan.accountant, points)
-            self._curve = dict(zip(points, values, strict=True))
-        return min(value for point, value in self._curve.items() if point >= self.step)
+        if self._running is None:
+            self._running = accounting.RunningEpsilon(self.plan.events(), self.plan.delta, self.plan.accountant)
+        return self._running.after(self.step)
 
     @property
     def planned_steps(self) -> int:
@@ -157,47 +199,101 @@ class Trainer:
         """The guarantee of this run in plain English, with the one ε of `stated_epsilon`."""
         return self.plan.statement(steps=self.planned_steps, epsilon=self.stated_epsilon())
 
+    def privacy_card(self) -> dict[str, Any]:
+        """What may be published about this run's privacy if it ends here."""
+        account = self._account
+        used = self.step if account is None else max(self.step, account.charged)
+        return privacy_card(self.plan, used, self.planned_steps, None if account is None else account.budget)
+
     def fit(self) -> Result:
         """Train to the end of the plan, to the target ε, or until interrupted; callable again to go on.
 
-        Ctrl-C ends the fit after the step that is under way, with everything in order; a second one
-        breaks off at once.
+        Ctrl-C, SIGTERM and SIGHUP end the fit after the step that is under way, with everything in order; a second one
+        breaks off at once. An exception of the data set, the model or the loss ends it too: the step that broke off is
+        lost but stays charged (`lost_steps`), and another `fit()` goes on with the next one. A refusal
+        (`PrivacyError`) in a step is the end of the run.
+
+        In a process group all ranks must call it. They stop after the same step, and what ends one ends all.
         """
-        self.interrupted = False
+        ranks = self.run.ranks
+        with ranks.together():
+            self._train()
+            return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result())))))
+
+    def _train(self) -> None:
+        if self._refused is not None:
+            raise PrivacyError(f"this run has ended, make a new Trainer; what it used stays charged: {self._refused}")
+        refuse_other_group(self.run.ranks)
+        self.interrupted, self._signal, self._stopped_early = False, None, False
+        if not self.allow_non_finite:
+            refuse_non_finite(self._dataset)
+        if self.step == 0:
+            rehearse(self.run, self._dataset)
         self._fix_the_end()
         if self.ledger is not None and self._account is None:
-            self._account = open_account(self.ledger, self.run_id, self.plan, self.last_step, self._dataset)
+            self._account = self._new_account(self.ledger)
         self._out_of_budget = False
-        try:
-            self._call("on_start")
-            with self._orderly_interrupt():
-                if self._jumped_to_the_end:
-                    self._jumped_to_the_end = False
-                    self._call("on_epoch")
-                self._end_with_the_budget()
-                while self.step < self.last_step and not self.interrupted:
-                    self._one_step()
-                    self._call("on_step")
-                    self._end_with_the_budget()
-                    if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
-                        self._call("on_epoch")
-        finally:
-            self._stop_callbacks()
-        if self._account is not None:
-            self._account.settle(self.step)
+        with orderly_stop(self._asked_to_stop):
+            try:
+                try:
+                    self._call("on_start")
+                    self._take_steps()
+                except KeyboardInterrupt:
+                    self.between_steps = False  # it breaks off at once: nothing more is saved
+                    raise
+                finally:
+                    self.run.close_workers()
+                    self._stop_callbacks()
+            except Exception:
+                with suppress(Exception):  # what went wrong first is what counts
+                    self._settle()
+                raise
+            self._settle()
+
+    def _result(self) -> Result:
         if self.step == self.plan.steps:
             reason = "finished"
         elif self._out_of_budget:
             reason = "budget spent"
         else:
-            reason = "target reached" if self.step >= self.last_step else "interrupted"
+            stopped = "stopped early" if self._stopped_early and not self.interrupted else "interrupted"
+            reason = "target reached" if self.step >= self.last_step else stopped
         epsilon = self.stated_epsilon()
         if not self.run.parameters().isfinite().all():
             raise PrivacyError(
                 "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
                 f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
             )
-        return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps)
+        return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps, self._signal)
+
+    def _take_steps(self) -> None:
+        if self._jumped_to_the_end:
+            self._jumped_to_the_end = False
+            self._call("on_epoch")
+        self._end_with_the_budget()
+        while self._goes_on():
+            self._one_step()
+            self._call("on_step")
+            self._end_with_the_budget()
+            if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
+                self._call("on_epoch")
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step to take; all ranks decide alike."""
+        asked = self._signal or -int(self.interrupted)
+        wanted = Turn(self.step, asked, self._stopped_early, self.last_step, self._out_of_budget)
+        turn = self.run.ranks.turn(wanted)
+        if turn.signal:
+            self.interrupted, self._signal = True, turn.signal if turn.signal > 0 else None
+        self._stopped_early, self.last_step, self._out_of_budget = turn.stopped, turn.last_step, turn.out_of_budget
+        goes_on = self.step < turn.last_step and not (turn.signal or turn.stopped)
+        if self.step % self.steps_per_epoch == 0 or not goes_on:
+            self.run.ranks.refuse_drift(self.run.parameters)
+        return goes_on
+
+    def stop_early(self) -> None:
+        """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
+        self._stopped_early = True
 
     def _fix_the_end(self) -> None:
         """Note where the run is to end; an end that is moved after it began may have been moved for what was seen."""
@@ -215,15 +311,22 @@ class Trainer:
 
     def _one_step(self) -> None:
         if self._account is not None and not self._account.covers(self.step):
-            raise PrivacyError("the budget is spent")
-        self.between_steps = False
-        release = self.run.take_step()
+            raise BudgetError("the budget is spent")
+        refuse_hooks(self.model)
+        self.between_steps, self._begun = False, self.step
+        try:
+            release = self.run.take_step()
+        except BaseException as error:
+            self._lose_step(error)
+            raise
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
         for parameter in self._frozen():
             parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
         method.tune(self.optimizer, self.run, state)
-        before = (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.proposes else None
+        before = (
+            (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.has_acceptance_test else None
+        )
         self.optimizer.step()
         if before is not None and not method.accepts(self.run, state):
             self.run.engine.layout.write(before[0])
@@ -232,26 +335,33 @@ class Trainer:
             self.scheduler.step()
         self.between_steps = True
 
+    def _lose_step(self, error: BaseException) -> None:
+        """A step broke off, perhaps after its lot was drawn: it stays charged, and nothing of it is used."""
+        self.lost_steps += self.run.step - self._begun
+        self._jumped_to_the_end = self.step >= self.last_step
+        if isinstance(error, PrivacyError):
+            self._refused = str(error)
+        elif isinstance(error, Exception):
+            self.between_steps = True  # model, optimizer and memory are as they were before it
+            error.add_note(
+                f"fodp: step {self._begun + 1} of {self.plan.steps} broke off. {self.step} steps are charged, of which "
+                f"{self.lost_steps} were lost; fit() goes on with the next one"
+            )
+
+    def _settle(self) -> None:
+        if self._account is not None:
+            self._account.settle(self.step)
+
     def _frozen(self) -> list[torch.Tensor]:
         """What the optimizer holds beside the trained parameters."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._trained]
 
-    @contextmanager
-    def _orderly_interrupt(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals reach the main thread only
-            return
-
-        def remember(number: int, frame: Any) -> None:
-            if self.interrupted:
-                raise KeyboardInterrupt
-            self.interrupted = True
-
-        before = signal.signal(signal.SIGINT, remember)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def _asked_to_stop(self, number: int) -> bool:
+        """Note the first signal, to end after the step that is under way; False for a second one."""
+        if self.interrupted:
+            return False
+        self.interrupted, self._signal = True, number
+        return True
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by kind and number, so that leaving one out on resuming does not mix up the others."""
@@ -263,14 +373,19 @@ class Trainer:
             seen[kind] += 1
         return named
 
+    def _ordered_callbacks(self) -> list[Callback]:
+        return sorted(self.callbacks, key=lambda callback: callback.order)
+
     def _call(self, moment: str) -> None:
-        for callback in self.callbacks:
+        for callback in self._ordered_callbacks():
             getattr(callback, moment)(self)
+        if moment == "on_epoch":
+            self.metrics.new.clear()
 
     def _stop_callbacks(self) -> None:
         """Each gets its chance to put things in order, even if one before it fails."""
         failed: Exception | None = None
-        for callback in self.callbacks:
+        for callback in self._ordered_callbacks():
             try:
                 callback.on_stop(self)
             except Exception as error:
@@ -279,26 +394,15 @@ class Trainer:
             raise failed
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        content = {
-            "run": self.run_id,
-            "ledger": None if self._account is None else self._account.position,
-            "plan": {**self.plan.to_dict(), "params": dict(self.plan.params)},
-            "step": self.step,
-            "planned": self._planned,
-            "lost_steps": self.lost_steps,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": scheduler,
-            "state": self.run.state_dict(),
-            "metrics": dict(self.metrics),
-            "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
-        }
+        """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key.
+
+        In a process group the first rank writes, and the others do nothing.
+        """
+        if not self.run.ranks.is_first:
+            return
         account, step = self._account, self.step
-        checkpoint.save(
-            Path(path), content, None if account is None else lambda digest: account.note_checkpoint(step, digest)
-        )
+        noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
+        checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
@@ -307,54 +411,26 @@ class Trainer:
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
         stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
         A run that another process still holds goes on here and stops there.
+
+        In a process group all ranks read the file, and there may be more or fewer of them than wrote it.
         """
-        saved = checkpoint.load(Path(path), self.run.engine.layout.device)
-        checkpoint.refuse_other_plan(saved["plan"], self.plan)
-        checkpoint.refuse_other_version(saved["made_with"], self.plan.seed is not None)
-        self._refuse_other_ledger(saved)
-        if (saved["scheduler"] is None) != (self.scheduler is None):
-            raise PrivacyError("the checkpoint was written with another choice of scheduler: give the run's own")
-        try:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.run.load_state_dict(saved["state"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            first = str(error).splitlines()[0]
-            raise PrivacyError(f"the checkpoint is of another model or optimizer ({first})") from None
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
-        for name, callback in self._named_callbacks():
-            if name in saved["callbacks"]:
-                callback.load_state_dict(saved["callbacks"][name])
-        self.metrics = dict(saved["metrics"])
-        self.run_id = str(saved["run"])
-        self.run.step, self.lost_steps = int(saved["step"]), int(saved["lost_steps"])
-        self._planned = saved["planned"]
-        self._account = None
-        if self.ledger is not None:
-            self._account = self._reopened_account()
-            used = self._account.charged
-            if self.plan.seed is None and used > self.run.step:
-                self.lost_steps += used - self.run.step
-                self.run.step = used
-                self._jumped_to_the_end = used >= self.last_step
-
-    def _reopened_account(self) -> Account:
-        assert self.ledger is not None
-        account = open_account(self.ledger, self.run_id, self.plan, self.last_step, self._dataset)
-        if account.data_changed and self.plan.seed is not None:
-            raise PrivacyError(
-                "a seeded run cannot go on with other data, on which it would repeat its noise: start a new run"
+        ranks = self.run.ranks
+        with ranks.together():
+            saved = checkpoint.load(Path(path), self.run.engine.layout.device)
+            ranks.compare(lambda _: {"the checkpoint": saved["digest"].encode()})
+            checkpoint.restore(self, saved)
+            # Only the first rank has the ledger, which knows of steps that were used after the checkpoint.
+            self.run.step, self.lost_steps, self._jumped_to_the_end = json.loads(
+                ranks.text(lambda: json.dumps([self.run.step, self.lost_steps, self._jumped_to_the_end]))
             )
-        return account
 
-    def _refuse_other_ledger(self, saved: dict[str, Any]) -> None:
-        """A checkpoint alone cannot know what was released after it was written."""
-        if saved["ledger"] is not None and self.ledger is not None:
-            self.ledger.refuse_stranger(str(saved["run"]), saved["digest"], saved["ledger"])
-        elif saved["step"] < self.plan.steps and (self.plan.seed is None or saved["ledger"] is not None):
-            raise PrivacyError(
-                "this run goes on only with its ledger, which knows the steps used after this checkpoint: "
-                "train and resume with ledger=fodp.Ledger(file)"
-                + ("" if saved["ledger"] is not None else ", or use a seed for research")
+    def _new_account(self, ledger: Ledger) -> Account:
+        """Begin the run in the ledger. One of this name that took steps has released what this run does not know."""
+        self.run.refuse_wrong_loss()
+        used = ledger.steps(self.run_id)
+        if used:
+            raise LedgerError(
+                f"{ledger.path} knows a run {self.run_id!r} that used {used} steps: resume it from its checkpoint, or "
+                "give this run another run_id"
             )
+        return open_account(ledger, self.run_id, self.plan, self.last_step, self._dataset)

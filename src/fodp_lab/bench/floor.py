@@ -69,9 +69,7 @@ def window_read(workload: Workload, window: int) -> tuple[Step, int]:
 
     def both() -> None:
         step()
-        recall = memory.recall()
-        assert recall is not None
-        recall.add_to(out, 1 - BETA)
+        memory.read(out)
 
     return both, size
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from scipy.stats import quantile_test
+
 from fodp_lab.bench.contenders import Contender
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"),
@@ -97,7 +99,7 @@ def interleaved(
     rounds: int,
     turns: int,
     burst_seconds: float,
-    report: Report,
+    say: Say,
     settle: dict[str, int] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Worker], dict[str, str]]:
     """Seconds per step of every contender in every round; the closed workers of the first; who failed and why.
@@ -114,9 +116,9 @@ def interleaved(
         workers = {name: Worker(spec) for name, spec in specs.items() if name not in failed}
         first = first or workers
         try:
-            failed |= _warmed_up(workers, warm_up if number or settle is None else settle, report)
+            failed |= _warmed_up(workers, warm_up if number or settle is None else settle, say)
             ready = {name: worker for name, worker in workers.items() if name not in failed}
-            found = _turns(ready, turns, burst_seconds, random.Random(number), partial(_said, report, number, rounds))
+            found = _turns(ready, turns, burst_seconds, random.Random(number), partial(_said, say, number, rounds))
         finally:
             for worker in workers.values():
                 worker.close()
@@ -125,15 +127,15 @@ def interleaved(
     return {name: seconds for name, seconds in times.items() if name not in failed}, first, failed
 
 
-def _said(report: Report, number: int, rounds: int, text: str) -> None:
-    report(f"round {number + 1} of {rounds}: {text}")
+def _said(say: Say, number: int, rounds: int, text: str) -> None:
+    say(f"round {number + 1} of {rounds}: {text}")
 
 
-def _warmed_up(workers: dict[str, Worker], warm_up: dict[str, int], report: Report) -> dict[str, str]:
+def _warmed_up(workers: dict[str, Worker], warm_up: dict[str, int], say: Say) -> dict[str, str]:
     """Who failed, and why; all others are ready before the first is timed."""
     failed = {}
     for name, worker in workers.items():
-        report(f"starting {name}")
+        say(f"starting {name}")
         try:
             worker.wait_until_ready()
             worker.steps(warm_up[name])
@@ -143,7 +145,7 @@ def _warmed_up(workers: dict[str, Worker], warm_up: dict[str, int], report: Repo
 
 
 def _turns(
-    workers: dict[str, Worker], turns: int, burst_seconds: float, order: random.Random, report: Report
+    workers: dict[str, Worker], turns: int, burst_seconds: float, order: random.Random, say: Say
 ) -> dict[str, float]:
     """Median seconds per step. In each turn every contender takes a burst of steps, in a new order, and nothing else
     runs meanwhile. A burst, because training runs with warm caches: another contender's leftovers are not its cost.
@@ -151,7 +153,7 @@ def _turns(
     bursts: dict[str, list[float]] = {name: [] for name in workers}
     for _ in range(turns):
         for name in order.sample(list(workers), len(workers)):
-            report(name)
+            say(name)
             count = max(2, min(LONGEST_BURST, round(burst_seconds / workers[name].fastest)))
             bursts[name].append(statistics.median(workers[name].steps(count)))
     return {name: statistics.median(medians) for name, medians in bursts.items()}
@@ -164,7 +166,7 @@ def table(
     turns: int,
     burst_seconds: float,
     settle: int,
-    report: Report,
+    say: Say,
 ) -> dict[str, Any]:
     """All contenders on one workload: times by round, memory, and which peers could not take part.
 
@@ -178,7 +180,7 @@ def table(
         rounds,
         turns,
         burst_seconds,
-        lambda text: report(f"{workload}: {text}"),
+        lambda text: say(f"{workload}: {text}"),
         {name: c.warm_up if c.is_peer else max(c.warm_up, settle) for name, c in named.items()},
     )
     ours = [f"{name}: {why}" for name, why in failed.items() if not named[name].is_peer]
@@ -221,12 +223,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
     Below six values no such interval exists; then it is their whole range.
     """
-    ordered, count = sorted(values), len(values)
-
-    def outside(cut: int) -> float:  # probability that the true median lies beyond the values left after cutting
-        return 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
-
-    cut = 0  # values cut off at either end
-    while outside(cut + 1) <= 1 - level:
-        cut += 1
-    return statistics.median(ordered), ordered[cut], ordered[count - 1 - cut]
+    low, high = quantile_test(values, p=0.5).confidence_interval(level)
+    if math.isnan(low):
+        low, high = min(values), max(values)
+    return statistics.median(values), float(low), float(high)

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import PrivacyError
-from fodp_lab.bench.measure import ONE_THREAD, Report
+from fodp_lab.bench.measure import ONE_THREAD, Say
 
 COMMAND = "train --preset paper --dataset cifar10 --seed 0 --threads 1 --eval-every 1 --json --quiet"
 
 
-def paper_run(repeats: int, report: Report) -> list[dict[str, Any]]:
+def paper_run(repeats: int, say: Say) -> list[dict[str, Any]]:
     """`fodp train --preset paper` on one thread: seconds of the whole command and of training with evaluation."""
     if not os.environ.get("FODP_DATA"):
         raise PrivacyError("--paper-run trains on CIFAR-10: set FODP_DATA to the folder that holds it")
     rows = []
     for number in range(repeats):
-        report(f"the paper's run: {number + 1} of {repeats}")
+        say(f"the paper's run: {number + 1} of {repeats}")
         with tempfile.TemporaryDirectory() as folder:
             start, used = time.perf_counter(), _processor_seconds()
             done = subprocess.run(

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fodp_lab.bench.measure import paired
-from fodp_lab.bench.report import PLOT, SCALING_PLOT
-from fodp_lab.bench.results import Results
+from fodp_lab.bench.measurements import Measured
+from fodp_lab.bench.performance_page import PLOT, SCALING_PLOT
 from fodp_lab.bench.targets import PLAIN, TITLES
 
 _FLOOR = "#90b4d8"
@@ -21,7 +21,7 @@ _COLOURS = {
 }
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Measured, folder: Path) -> None:
     """Write a picture per measured part."""
     folder.mkdir(parents=True, exist_ok=True)
     workloads = {n: m for n, m in results.get("workloads", {}).items() if PLAIN in m["contenders"]}

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fodp_lab.bench.contenders import fodp_contender
-from fodp_lab.bench.measure import Report, WorkerError, interleaved
+from fodp_lab.bench.measure import Say, WorkerError, interleaved
 
 # What is varied on the paper's MLP with FO-DP-SGD K=8: the first layer's width, K, the expected lot.
 AXES: dict[str, tuple[int, ...]] = {
@@ -18,19 +18,19 @@ AXES: dict[str, tuple[int, ...]] = {
 }
 
 
-def scaling(turns: int, burst_seconds: float, report: Report, axes: dict[str, Sequence[int]] | None = None) -> Any:
+def scaling(turns: int, burst_seconds: float, say: Say, axes: dict[str, Sequence[int]] | None = None) -> Any:
     """For every axis the points (x, milliseconds) and the fit a + b·x^p."""
-    return {axis: _axis(axis, values, turns, burst_seconds, report) for axis, values in (axes or AXES).items()}
+    return {axis: _axis(axis, values, turns, burst_seconds, say) for axis, values in (axes or AXES).items()}
 
 
-def _axis(axis: str, values: Sequence[int], turns: int, burst_seconds: float, report: Report) -> dict[str, Any]:
+def _axis(axis: str, values: Sequence[int], turns: int, burst_seconds: float, say: Say) -> dict[str, Any]:
     specs, warm_up = {}, {}
     for value in values:
         contender = fodp_contender(str(value), "fo-dp-sgd", window=value if axis == "window" else 8)
         changes = {"parameters": {"width": value}, "batch": {"batch": value}}.get(axis, {})
         specs[str(value)], warm_up[str(value)] = contender.spec("mlp", **changes), contender.warm_up
     times, workers, failed = interleaved(
-        specs, warm_up, 1, turns, burst_seconds, lambda text: report(f"{axis}: {text}")
+        specs, warm_up, 1, turns, burst_seconds, lambda text: say(f"{axis}: {text}")
     )  # fmt: skip
     if failed:
         raise WorkerError(next(f"{axis} {name}: {why}" for name, why in failed.items()))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from fodp.models import cross_entropy
+from fodp.data.models import cross_entropy
 from fodp.plan import Plan
 from fodp.training.trainer import Trainer
 from fodp_lab.bench.contenders import Step

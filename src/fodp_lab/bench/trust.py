@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fodp.data.models import cross_entropy
 from fodp.ledger import Ledger
-from fodp.models import cross_entropy
 from fodp.noise import Streams
 from fodp.plan import Plan
 from fodp.training.bookkeeping import open_account

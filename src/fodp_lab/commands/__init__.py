@@ -4,7 +4,7 @@ from fodp._extras import need
 from fodp.cli.commands import Command
 from fodp_lab.commands import bench, report, reproduce
 
-for _module in ("filelock", "matplotlib", "pooch", "sklearn"):
+for _module in ("filelock", "jinja2", "matplotlib", "pooch", "sklearn"):
     need(_module, "the laboratory (fodp reproduce, report and bench)", extra="lab")
 
 REPRODUCE = Command(

@@ -12,17 +12,21 @@ from fodp._checks import PrivacyError, whole
 from fodp_lab.bench.targets import DP_SGD, MEMORY_BATCH, PLAIN, TITLES
 
 if TYPE_CHECKING:
-    from fodp_lab.bench.measure import Report
+    from fodp_lab.bench.measure import Say
 
 EPILOG = """examples:
   fodp bench --quick --no-peers --workload mlp        a first impression in half a minute
   fodp bench --all --out runs/bench                   everything, for docs/performance.md (about an hour)
   fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
+  fodp bench --zoo --model "LSTM, packed"             one of the models that people have
+  fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
 
 Peers take part where installed: pip install "fodp[bench]". Parts measured one after the other with the same --out
 end in one results file. Measure on an otherwise idle machine."""
 
 RESULTS = "performance.json"
+ZOO = "zoo.json"
+LOOPS = "kernels.json"  # beside it: what `make bench-kernels` has measured
 _SETTLE = 33  # steps that fill the longest window
 
 
@@ -37,6 +41,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--scaling", action="store_true", help="cost per step against parameters, window and batch")
     part.add_argument("--paper-run", action="store_true", help="the paper's 250 epochs on CIFAR-10 (needs FODP_DATA)")
     part.add_argument("--all", action="store_true", help="the table, --scaling and --paper-run")
+    add("--zoo", action="store_true", help="models that people have: path, error, time, memory (needs fodp[hf])")
+    add("--model", action="append", metavar="NAME", help="with --zoo: a model of docs/zoo.md; may be repeated")
     part.add_argument("--markdown", metavar="FILE", help="measure nothing: print the page of a results file")
     add("--out", metavar="DIR", help=f"folder for {RESULTS} and pictures, default runs/bench")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
@@ -44,29 +50,64 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep the results, draw them, and compare them with the targets."""
-    from fodp_lab.bench import plots, report, results
+    if options.zoo:
+        return _zoo(options)
+    from fodp_lab.bench import measurements, performance_page, plots
 
     if options.markdown is not None:
-        stored = results.load(Path(options.markdown))
+        stored, loops = measurements.load(Path(options.markdown)), Path(options.markdown).with_name(LOOPS)
         if options.out:
             plots.draw(stored, Path(options.out))
-        print(report.markdown(stored), end="")
+        print(performance_page.markdown(stored, measurements.load(loops) if loops.exists() else None), end="")
         return 0
     folder = Path(options.out or Path("runs") / "bench")
-    measured = results.begun(folder / RESULTS)  # found out before an hour of measuring, not after
+    measured = measurements.begun(folder / RESULTS)  # found out before an hour of measuring, not after
     with _progress() as say:
         for part in _parts(options, say):  # written part by part: an interrupt loses the one under way only
-            measured = results.merge(folder / RESULTS, part)
+            measured = measurements.merge(folder / RESULTS, part)
     plots.draw(measured, folder)
     if options.json:
         print(json.dumps(measured))
     else:
-        report.show(measured)
+        performance_page.show(measured)
         print(f"results: {folder / RESULTS}")
     return 0
 
 
-def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any]]:
+def _zoo(options: argparse.Namespace) -> int:
+    """Real models: measured, or the page of what was."""
+    from fodp._extras import need
+    from fodp_lab.bench import measurements
+
+    if options.markdown is None:
+        for package in ("transformers", "peft"):
+            need(package, "the zoo", extra="hf")
+    from fodp_lab.bench import zoo_table
+
+    if options.markdown is not None:
+        print(zoo_table.markdown(measurements.load(Path(options.markdown))), end="")
+        return 0
+    names = options.model or zoo_table.everything()
+    unknown = [name for name in names if name not in zoo_table.everything()]
+    if unknown:
+        raise PrivacyError(f"--model must be a name in docs/zoo.md; got {unknown[0]!r}")
+    rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
+    path = Path(options.out or Path("runs") / "bench") / ZOO
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    with _progress() as say:
+        for new in zoo_table.measured(names, rounds, options.peers, say):  # an interrupt loses one row only
+            results = zoo_table.merged(measurements.load(path) if path.exists() else None, new)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(results))
+    else:
+        print(zoo_table.markdown(results), end="")
+        print(f"results: {path}")
+    return 0
+
+
+def _parts(options: argparse.Namespace, say: "Say") -> Iterator[dict[str, Any]]:
     from fodp_lab.bench.measure import BURST_SECONDS, TURNS
     from fodp_lab.bench.paper_run import paper_run
     from fodp_lab.bench.scaling import scaling
@@ -87,7 +128,7 @@ def _parts(options: argparse.Namespace, say: "Report") -> Iterator[dict[str, Any
 
 
 def _workload(
-    name: str, options: argparse.Namespace, rounds: int, turns: int, burst_seconds: float, say: "Report"
+    name: str, options: argparse.Namespace, rounds: int, turns: int, burst_seconds: float, say: "Say"
 ) -> dict[str, Any]:
     from fodp_lab.bench.contenders import CONTENDERS
     from fodp_lab.bench.measure import peak_memory, table
@@ -104,7 +145,7 @@ def _workload(
 
 
 @contextmanager
-def _progress() -> Iterator["Report"]:
+def _progress() -> Iterator["Say"]:
     """One line on stderr that says what is being measured; nothing where nobody watches."""
     from rich.console import Console
 

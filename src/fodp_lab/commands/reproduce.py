@@ -103,14 +103,14 @@ def _runtime(options: argparse.Namespace, folder: Path) -> None:
 def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from dataclasses import replace
 
-    from fodp_lab.paper import challengers, fair
+    from fodp_lab.paper import fair
     from fodp_lab.paper.code_version import code_version
     from fodp_lab.paper.runner import Runner
 
     if options.only:
         raise PrivacyError("--only names experiments of the paper; the fair comparison runs as a whole")
     sys.path.insert(0, os.getcwd())  # --import looks where the command is called, like `python -m`
-    for name in (*options.modules, *challengers.modules(folder)):
+    for name in (*options.modules, *fair.modules_in(folder)):
         _import(name)
     if options.challenge:
         _challenge(options, folder)
@@ -119,9 +119,9 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     protocol = fair.QUICK if options.quick else fair.FULL
     if options.seeds is not None:
         protocol = replace(protocol, seeds=protocol.seeds[: options.seeds])
-    modules = challengers.modules(folder)
+    modules = fair.modules_in(folder)
     with Runner(folder / "fair.jsonl", options.jobs, quiet=options.quiet, modules=modules) as runner:
-        comparison = fair.Comparison(challengers.rows(folder), runner.records, protocol, code_version)
+        comparison = fair.Comparison(fair.rows_in(folder), runner.records, protocol, code_version)
         for title, specs in comparison.rounds():
             runner.run(specs, title)
     return {"rows": list(comparison.rows), "runs": len(runner.records), "records": str(runner.records.path)}
@@ -129,11 +129,11 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _challenge(options: argparse.Namespace, folder: Path) -> "Row":
     from fodp.cli.job import setting
-    from fodp_lab.paper import challengers
+    from fodp_lab.paper import fair
 
     params = dict(setting(item) for item in options.set)
     label = options.label or " ".join([options.challenge, *options.set])
-    return challengers.challenge(folder, label, options.challenge, params, options.lr, tuple(options.modules))
+    return fair.challenge(folder, label, options.challenge, params, options.lr, tuple(options.modules))
 
 
 def _import(name: str) -> None:

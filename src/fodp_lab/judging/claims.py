@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from fodp_lab.judging import judges
+from fodp_lab.judging import verdicts
 from fodp_lab.judging.results import Results
-from fodp_lab.judging.runtime_claims import comparable, faster, small_overhead
 from fodp_lab.judging.verdicts import Verdict, best, equal_epsilon, final, late, trajectory, undecided
 from fodp_lab.paper.catalog import DP_SGD, FO, METHODS
 
@@ -18,7 +17,7 @@ class Claim:
     where: str
     words: str
     rule: str  # a key of `verdicts.RULES`
-    judge: judges.Judge
+    judge: verdicts.Judge
     number: str = ""
     note: str = ""
 
@@ -39,7 +38,7 @@ CLAIMS: tuple[Claim, ...] = (
         TABLE,
         "FO-DP-SGD (β=1.00) 0.3241 ± 0.0091, [0.3128, 0.3354]",
         "number",
-        judges.baseline,
+        verdicts.baseline,
         "0.3241",
     ),
     Claim(
@@ -48,7 +47,7 @@ CLAIMS: tuple[Claim, ...] = (
         TABLE,
         "FO-DP-SGD (β=0.90, α=0.80, K=8) 0.3654 ± 0.0075, [0.3560, 0.3748]",
         "number",
-        judges.main_row,
+        verdicts.main_row,
         "0.3654",
     ),
     Claim(
@@ -58,7 +57,7 @@ CLAIMS: tuple[Claim, ...] = (
         "The non-overlapping confidence intervals between these two variants "
         "indicate that the improvement … is statistically consistent",
         "better",
-        judges.one_over("final-accuracy", FO, final, None, DP_SGD),
+        verdicts.one_over("final-accuracy", FO, final, None, DP_SGD),
         "+4.13 points",
     ),
     Claim(
@@ -67,7 +66,7 @@ CLAIMS: tuple[Claim, ...] = (
         TABLE,
         "achieves the highest final test accuracy among all evaluated methods",
         "better",
-        judges.one_over("final-accuracy", FO, final),
+        verdicts.one_over("final-accuracy", FO, final),
         "+3.62 points over DP-SAM, +3.73 over DP-SAT",
     ),
     Claim(
@@ -76,7 +75,7 @@ CLAIMS: tuple[Claim, ...] = (
         TABLE,
         "DP-SAM 0.3292, DP-SAT 0.3281, DP-IS 0.2928, DP-Adam 0.2438, DP-AdamW 0.2268, DP-Adam-AC 0.2054",
         "number",
-        judges.other_rows,
+        verdicts.other_rows,
         note="The paper does not name the settings of these methods, so a difference says little.",
     ),
     Claim(
@@ -86,7 +85,7 @@ CLAIMS: tuple[Claim, ...] = (
         "On SVHN, the proposed method achieves the highest accuracy trajectory "
         "among the compared methods for most of the training process",
         "better",
-        judges.one_over("accuracy", FO, trajectory, "svhn"),
+        verdicts.one_over("accuracy", FO, trajectory, "svhn"),
     ),
     Claim(
         "accuracy-cifar10",
@@ -95,7 +94,7 @@ CLAIMS: tuple[Claim, ...] = (
         "On CIFAR-10 … Its trajectory remains consistently above the DP-Adam, DP-AdamW, DP-SAM, DP-SAT, DP-Adam-AC, "
         "and DP-SGD/FO-DP-SGD β=1.00 baselines",
         "better",
-        judges.one_over("accuracy", FO, trajectory, "cifar10", *(label for label in METHODS if label != "DP-IS")),
+        verdicts.one_over("accuracy", FO, trajectory, "cifar10", *(label for label in METHODS if label != "DP-IS")),
     ),
     Claim(
         "accuracy-cifar100",
@@ -104,7 +103,7 @@ CLAIMS: tuple[Claim, ...] = (
         "The CIFAR-100 results … achieves the best final trajectory and maintains a clear advantage "
         "over the standard … baseline as well as the adaptive DP optimizer variants",
         "better",
-        judges.one_over("accuracy", FO, late, "cifar100"),
+        verdicts.one_over("accuracy", FO, late, "cifar100"),
     ),
     Claim(
         "fewer-epochs",
@@ -112,7 +111,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Conclusion",
         "required fewer training epochs to reach target utility levels",
         "better",
-        judges.sooner,
+        verdicts.sooner,
         note="The target is 95% of DP-SGD's mean final accuracy; equal in practice means within 1% of the epochs.",
     ),
     *(
@@ -122,7 +121,7 @@ CLAIMS: tuple[Claim, ...] = (
             FIGURE_2,
             _TRADEOFF_WORDS[panel],
             "better",
-            judges.all_over("beta-tradeoff", "β=1", equal_epsilon, panel),
+            verdicts.all_over("beta-tradeoff", "β=1", equal_epsilon, panel),
             note="Compared at equal ε: both curves averaged over the budgets that both pass through.",
         )
         for panel in ("svhn", "cifar10", "cifar100")
@@ -133,7 +132,7 @@ CLAIMS: tuple[Claim, ...] = (
         FIGURE_2,
         "On CIFAR-10 … β=0.65 and β=0.80 rapidly improve accuracy at low ε",
         "better",
-        judges.all_over("beta-tradeoff", "β=1", judges.at_low_epsilon, "cifar10", "β=0.65", "β=0.8"),
+        verdicts.all_over("beta-tradeoff", "β=1", verdicts.at_low_epsilon, "cifar10", "β=0.65", "β=0.8"),
         note="Low means the lowest third of the budgets that both curves pass through.",
     ),
     Claim(
@@ -142,7 +141,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. joint ablation of β",
         "the fractional-memory variants with β<1 consistently outperform the β=1.00 baseline in terms of test accuracy",
         "better",
-        judges.all_over("beta-joint", "β=1", trajectory),
+        verdicts.all_over("beta-joint", "β=1", trajectory),
     ),
     Claim(
         "joint-intermediate",
@@ -150,7 +149,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. joint ablation of β",
         "The β=0.65 setting … generally lags behind the intermediate β values",
         "better",
-        judges.all_over("beta-joint", "β=0.65", trajectory, None, "β=0.95", "β=0.9", "β=0.8"),
+        verdicts.all_over("beta-joint", "β=0.65", trajectory, None, "β=0.95", "β=0.9", "β=0.8"),
     ),
     Claim(
         "joint-epsilon",
@@ -159,7 +158,7 @@ CLAIMS: tuple[Claim, ...] = (
         "The largest privacy cost is obtained when β=1.00, "
         "while progressively smaller values of β yield lower accumulated privacy budgets",
         "exact",
-        judges.epsilon_falls_with_beta,
+        verdicts.epsilon_falls_with_beta,
     ),
     Claim(
         "window-none",
@@ -167,7 +166,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. memory depth K",
         "the no-memory configuration K=1 performs substantially worse than the memory-enhanced variants",
         "better",
-        judges.all_over("window", "K=1", trajectory),
+        verdicts.all_over("window", "K=1", trajectory),
     ),
     Claim(
         "window-eight",
@@ -175,7 +174,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. memory depth K",
         "Among the evaluated memory depths, K=8 achieves the strongest overall accuracy profile",
         "better",
-        judges.one_over("window", "K=8", trajectory),
+        verdicts.one_over("window", "K=8", trajectory),
     ),
     Claim(
         "insertion-epsilon",
@@ -184,7 +183,7 @@ CLAIMS: tuple[Claim, ...] = (
         "FO-DP-SGD achieves a substantially better privacy-utility tradeoff than both standard DP-SGD and the "
         "post-processing fractional-memory baseline",
         "better",
-        judges.one_over("insertion", FO, equal_epsilon),
+        verdicts.one_over("insertion", FO, equal_epsilon),
         note="Compared at equal ε: both curves averaged over the budgets that both pass through.",
     ),
     Claim(
@@ -193,7 +192,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. mechanism-level versus post-processing",
         "Post-FM-DP-SGD improves over DP-SGD",
         "better",
-        judges.one_over("insertion", "Post-FM-DP-SGD", trajectory, None, "DP-SGD"),
+        verdicts.one_over("insertion", "Post-FM-DP-SGD", trajectory, None, "DP-SGD"),
     ),
     Claim(
         "insertion-epochs",
@@ -201,7 +200,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. mechanism-level versus post-processing",
         "FO-DP-SGD achieves the highest accuracy throughout most of training",
         "better",
-        judges.one_over("insertion", FO, trajectory),
+        verdicts.one_over("insertion", FO, trajectory),
     ),
     Claim(
         "insertion-filter",
@@ -209,7 +208,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Mechanism-level privacy-utility advantage",
         "the improvement is not merely due to applying a smoothing filter to already privatized gradients",
         "better",
-        judges.not_a_filter,
+        verdicts.not_a_filter,
         note="The exact twin of FO-DP-SGD is such a filter. The claim is refuted if, in every paired run, the twin is "
         "within one percentage point; accuracies alone cannot confirm it.",
     ),
@@ -219,7 +218,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. query-level memory design",
         "Uniform and exponential memory improve over the current-only DP-SGD variant",
         "better",
-        judges.all_over("memory-design", "current only", final, None, "uniform", "exponential"),
+        verdicts.all_over("memory-design", "current only", final, None, "uniform", "exponential"),
     ),
     Claim(
         "memory-fo",
@@ -227,7 +226,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. query-level memory design",
         "FO-DP-SGD achieves the highest final … accuracy",
         "better",
-        judges.one_over("memory-design", FO, final),
+        verdicts.one_over("memory-design", FO, final),
     ),
     Claim(
         "memory-fo-best",
@@ -235,7 +234,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fig. query-level memory design",
         "FO-DP-SGD achieves the highest … best accuracy",
         "better",
-        judges.one_over("memory-design", FO, best),
+        verdicts.one_over("memory-design", FO, best),
     ),
     *(
         Claim(
@@ -244,7 +243,7 @@ CLAIMS: tuple[Claim, ...] = (
             f"Fig. varying clipping norms, σ={sigma}",
             "FO-DP-SGD consistently achieves the strongest accuracy trajectory across all clipping values",
             "one seed",
-            judges.clipping(sigma),
+            verdicts.clipping(sigma),
         )
         for sigma in ("1.5", "2")
     ),
@@ -254,7 +253,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Tables runtime",
         "requires only 1.02× the runtime of the no-memory FO-DP-SGD reference",
         "runtime",
-        small_overhead,
+        verdicts.small_overhead,
         "1.02×",
     ),
     Claim(
@@ -263,7 +262,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Tables runtime",
         "substantially faster than DP-Adam, DP-SAM, and DP-SAT",
         "runtime",
-        faster,
+        verdicts.faster,
         "1.29×, 1.57×, 1.50× against 1.02×",
     ),
     Claim(
@@ -272,7 +271,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Tables runtime",
         "DP-Adam-AC is close to FO-DP-SGD in runtime",
         "runtime",
-        comparable,
+        verdicts.comparable,
         "1.03× against 1.02×",
     ),
     Claim(
@@ -281,7 +280,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Conclusion",
         "it achieved stronger accuracy under fixed privacy budgets",
         "better",
-        judges.fixed_budgets,
+        verdicts.fixed_budgets,
         note="From the fair comparison: equal ε, every method tuned under one search budget.",
     ),
 )

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fodp import accounting
-from fodp_lab.judging.comparison import Contender, compare
-from fodp_lab.paper import challengers, fair
+from fodp_lab.paper import fair
 from fodp_lab.paper.catalog import EXPERIMENTS, SEEDS, Experiment, quick
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.spec import RunSpec
@@ -114,8 +113,8 @@ class Results:
         self.fair_records = Records(self.folder / "fair.jsonl", _FIELDS)
         self.rounds = _latest(Records(self.folder / "runtime.jsonl", ("seconds", "steps", "code", "at")))
         self.quick = not self._any(lambda spec: spec) and self._any(quick)
-        self.fair = fair.Comparison(challengers.rows(self.folder), self.fair_records)
-        as_quick = fair.Comparison(challengers.rows(self.folder), self.fair_records, fair.QUICK)
+        self.fair = fair.Comparison(fair.rows_in(self.folder), self.fair_records)
+        as_quick = fair.Comparison(fair.rows_in(self.folder), self.fair_records, fair.QUICK)
         if (self.quick or not self.paper) and any(self._finals(as_quick)):
             self.fair, self.quick = as_quick, True
 
@@ -147,11 +146,6 @@ class Results:
         """Seconds of each method's turns, side by side."""
         labels = self.rounds[0]["seconds"] if self.rounds else ()
         return {label: [record["seconds"][label] for record in self.rounds] for label in labels}
-
-    @cached_property
-    def contenders(self) -> dict[str, list[Contender]]:
-        """The rows of the fair comparison, judged, by the name of the setting."""
-        return {setting.name: compare(self.fair, setting) for setting in self.fair.protocol.settings}
 
     def line(self, experiment: str, label: str, panel: str | None = None) -> Line:
         """One row by its name."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fodp.data import CARDS, Splits
-from fodp.models import build
+from fodp.data.models import build
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
 
 _STEPS = 12  # more than the memory's window

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fodp._malloc import keep_freed_memory
+from fodp.cli._malloc import keep_freed_memory
 from fodp.data import Splits, load
-from fodp.models import accuracy, build, cross_entropy, wants_flat
+from fodp.data.models import build, cross_entropy, wants_flat
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler
 from fodp.training.callbacks import Callback
+from fodp.training.scores import accuracy
 from fodp.training.trainer import Trainer
 from fodp_lab.paper.code_version import code_version
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
@@ -89,16 +90,15 @@ def execute(spec: RunSpec) -> dict[str, Any]:
 def make_trainer(spec: RunSpec, splits: Splits, model: nn.Module, callbacks: list[Callback]) -> Trainer:
     """The trainer of a private run."""
     public = TensorDataset(*splits.validation[:_PUBLIC_SCORE])
-    trainer = Trainer(
+    return Trainer(
         model,
         cross_entropy,
         splits.train,
         spec.plan(),
         callbacks=callbacks,
+        last_step=spec.steps,
         public_score=lambda: accuracy(model, public)[1],
     )
-    trainer.last_step = spec.steps
-    return trainer
 
 
 @lru_cache(maxsize=3)

@@ -1,5 +1,20 @@
-"""The fair comparison: every method at the same (ε, δ), tuned under one budget, judged by one rule.
+"""The fair comparison: every method at the same (ε, δ), tuned under one budget, judged by one rule (`RULE`).
 
+Rows that users add are kept beside the records, so that the report shows them too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fodp._checks import PrivacyError
+from fodp.methods import find
+from fodp_lab.paper.records import Records
+from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
+
+# As the report publishes it.
+RULE = """\
 The protocol, fixed before the runs:
 
 - Settings: CIFAR-10 at ε=2 and ε=8, SVHN and CIFAR-100 at ε=8; δ=1e-5, accountant pld, 1,000 steps at q=0.04,
@@ -19,15 +34,7 @@ One row, Block-DP-SGD with its grid of rates, was added after the search had beg
 is from notes that had tried it on these test images. Every further row makes Holm's correction stricter for all.
 
 The non-private ceiling gets the same search. The exact twin takes FO-DP-SGD's choice, since it is the same
-method. Anyone can add a row: it goes through the same search and the same seeds.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from fodp_lab.paper.records import Records
-from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
+method. Anyone can add a row: it goes through the same search and the same seeds."""
 
 SEARCH_SEED = 1000
 SGD_RATES = tuple(0.0125 * 2**k for k in range(8))  # 0.0125 to 1.6
@@ -106,9 +113,9 @@ class Row:
         return base.with_(**changes)
 
 
-DP_SGD, FO, TWIN, CEILING = "DP-SGD", "FO-DP-SGD", "exact twin of FO", "not private"
+BASELINE, FO, TWIN, CEILING = "DP-SGD", "FO-DP-SGD", "exact twin of FO", "not private"
 ROWS: tuple[Row, ...] = (
-    Row(DP_SGD, "dp-sgd"),
+    Row(BASELINE, "dp-sgd"),
     Row("DP-SGD, momentum", "dp-sgd", dict(momentum=0.9), own="momentum", values=(0.5, 0.7)),
     Row(FO, "fo-dp-sgd", dict(beta=0.9), own="beta", values=(0.65, 0.4)),
     Row(TWIN, "fo-twin", dict(beta=0.9), like=FO),
@@ -216,3 +223,37 @@ class Comparison:
         record = self._record(spec)
         assert record is not None
         return float(record["final_accuracy"])
+
+
+# ---- rows that users add -----------------------------------------------------------------------------------------
+
+_CHALLENGERS = "challengers.jsonl"
+
+
+def challenge(
+    folder: Path, label: str, method: str, params: dict[str, Any], lr: float | None, modules: tuple[str, ...]
+) -> Row:
+    """Write a row down. Without a learning rate it gets the same search as all others."""
+    algorithm = find(method).from_dict(params)  # refuses what the method does not know
+    if label in {row.label for row in ROWS}:
+        raise PrivacyError(f"the comparison has a row {label!r} already: choose another --label")
+    if lr is not None:
+        params = {**params, "lr": lr}
+    rates = () if lr is not None else ADAM_RATES if algorithm.params.update.startswith("adam") else SGD_RATES
+    record = {"key": label, "method": method, "params": params, "rates": rates, "modules": modules}
+    Records(folder / _CHALLENGERS).append(record)
+    return _challenger(record)
+
+
+def rows_in(folder: Path) -> tuple[Row, ...]:
+    """All rows of the comparison in this folder: ours, then the challengers."""
+    return ROWS + tuple(_challenger(record) for record in Records(folder / _CHALLENGERS))
+
+
+def modules_in(folder: Path) -> tuple[str, ...]:
+    """What must be imported for the challengers' methods to exist."""
+    return tuple(dict.fromkeys(name for record in Records(folder / _CHALLENGERS) for name in record["modules"]))
+
+
+def _challenger(record: dict[str, Any]) -> Row:
+    return Row(record["key"], record["method"], record["params"], rates=tuple(record["rates"]))

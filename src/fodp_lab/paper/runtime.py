@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fodp
-from fodp.models import build
+from fodp.data.models import build
 from fodp.training.callbacks import Callback
 from fodp.training.trainer import Trainer
 from fodp_lab.paper.catalog import METHODS

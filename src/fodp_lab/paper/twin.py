@@ -6,11 +6,11 @@ method draws the same trajectory from an ordinary DP-SGD release; a row of the f
 
 from torch import Tensor
 
+from fodp.memory.window import WindowMemory
 from fodp.methods import register
-from fodp.methods.base import Steps
+from fodp.methods.base import StepContext
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.schedule import value_at
-from fodp.window import WindowMemory
+from fodp.methods.parts.schedule import value_at
 
 
 @register
@@ -20,12 +20,14 @@ class Twin(FODPSGD):
     name = "fo-twin"
     summary = "DP-SGD at σ/β with FO-DP-SGD's memory as a feedback filter: its exact twin."
 
-    def step(self, run: Steps, memory: WindowMemory) -> Tensor:
+    def step(self, run: StepContext, memory: WindowMemory) -> Tensor:
         """Release first, then remember."""
         C, sigma = run.clip_norm, run.plan.noise_multiplier
         beta = value_at(self.params.beta, run.step)
         lot = run.draw()
-        release = run.release(lot, run.gradients(lot).clipped_sum(C), std=sigma * C / beta)
+        gradients = run.gradients(lot)
+        clipped_sum = gradients.clipped_sum(C)
+        release = run.release(lot, clipped_sum, run.adapt_clip(gradients, clipped_sum, std=sigma * C / beta))
         u = memory.read()
         output = beta * release if u is None else beta * release + (1 - beta) * u
         memory.write(output)

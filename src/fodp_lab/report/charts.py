@@ -1,4 +1,4 @@
-"""Every figure as plain data, drawn by matplotlib for print and by a script in the HTML report."""
+"""Every figure as plain data: what is drawn, by `figures`, for print and for the page."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,15 +6,24 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fodp_lab.judging.comparison import BETTER, EQUAL, OPEN, REFERENCE, WORSE
 from fodp_lab.judging.results import Line, Results, panels
-from fodp_lab.judging.runtime_claims import relative
 from fodp_lab.judging.statistics import Difference, Summary, band, paired, summarize
-from fodp_lab.paper import printed
-from fodp_lab.paper.catalog import AS_HERE, DP_SGD, EXPERIMENTS, FO, METHODS, RUNTIME
+from fodp_lab.judging.verdicts import BETTER, EQUAL, OPEN, REFERENCE, WORSE, relative, standings
+from fodp_lab.paper.catalog import (
+    AS_HERE,
+    DP_SGD,
+    EXPERIMENTS,
+    FO,
+    METHODS,
+    PRINTED_FINAL,
+    PRINTED_RELATIVE,
+    RUNTIME,
+)
 
 INK, FO_COLOUR, GREY = "ink", "#d55e00", "#8a8f98"  # ink: black on white, white on black
 ORANGE, SKY, GREEN, BLUE, PINK = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"  # Okabe and Ito
+PALETTE = {"vermilion": FO_COLOUR, "grey": GREY, "orange": ORANGE, "sky": SKY, "green": GREEN, "blue": BLUE,
+           "pink": PINK}  # fmt: skip
 # The main configuration has one colour everywhere, and so has DP-SGD.
 COLOURS = {
     DP_SGD: INK, "DP-SGD": INK, "β=1": INK, "current only": INK,
@@ -52,6 +61,14 @@ class Panel:
     references: tuple[tuple[float, str], ...] = ()
     rows: tuple[str, ...] = ()
 
+    def described(self, kind: str) -> str:
+        """What the panel shows, for those who do not see it: where curves end, or the value of every row."""
+        if kind == "lines":
+            ends = "; ".join(f"{mark.label} {mark.y[-1]:.3f}" for mark in self.marks)
+            return f"{self.ylabel} against {self.xlabel}. At the end: {ends}."
+        values = (f"{mark.label}: {x} {y:.3f}" for mark in self.marks for x, y in zip(mark.x, mark.y, strict=True))
+        return f"{self.xlabel}. {'; '.join(values)}."
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -85,7 +102,7 @@ def draw(results: Results) -> dict[str, Chart]:
     return {chart.name: chart for chart in filled if chart.panels}
 
 
-def of(charts: dict[str, Chart], experiment: str) -> list[Chart]:
+def charts_of(charts: dict[str, Chart], experiment: str) -> list[Chart]:
     """The figures of one experiment."""
     return [c for c in charts.values() if c.name == experiment or c.name.startswith(f"{experiment}-sigma")]
 
@@ -180,7 +197,7 @@ def _final(results: Results) -> Chart:
     lines.sort(key=lambda line: -summarize(line.final.values()).mean)
     ours = [summarize(line.final.values()) for line in lines]
     labels = [line.label for line in lines]
-    theirs = [printed.FINAL[label] for label in labels]
+    theirs = [PRINTED_FINAL[label] for label in labels]
     marks = () if not lines else (
         _summaries("this project", BLUE, labels, ours, [(s.high - s.low) / 2 for s in ours]),
         Mark("the paper", FO_COLOUR, labels, [t[0] for t in theirs], [t[2] for t in theirs], [t[3] for t in theirs],
@@ -216,7 +233,7 @@ def _sensitivity(results: Results) -> Chart:
 
 def _reference(results: Results) -> Chart:
     title = "CIFAR-10, β=1: other choices where the paper names none"
-    low, high = printed.FINAL[DP_SGD][2:]
+    low, high = PRINTED_FINAL[DP_SGD][2:]
     caption = f"Dotted: the ends of the paper's interval, {low:.4f} and {high:.4f}."
     chart = _differences(results, "reference", AS_HERE, title, caption)
     base = summarize(results.line("reference", AS_HERE).final.values()).mean
@@ -248,7 +265,7 @@ def _runtime(results: Results) -> Chart:
     high = [r.high if r else m for r, m in zip(ratios, means, strict=True)]
     marks = () if not labels else (
         Mark("this project", BLUE, labels, means, low, high),
-        Mark("the paper", FO_COLOUR, labels, [printed.RELATIVE[label] for label in labels]),
+        Mark("the paper", FO_COLOUR, labels, [PRINTED_RELATIVE[label] for label in labels]),
     )  # fmt: skip
     made = Panel("", "runtime relative to DP-SGD", "", marks, ((1.0, ""),), tuple(labels))
     return Chart(RUNTIME, "CIFAR-10: runtime of 250 epochs", "bars", (made,), "The paper gives no intervals.")
@@ -257,7 +274,7 @@ def _runtime(results: Results) -> Chart:
 def _fair(results: Results) -> Chart:
     made = []
     for setting in results.fair.protocol.settings:
-        rows = results.contenders[setting.name]
+        rows = standings(results)[setting.name]
         base = next((c.summary.mean for c in rows if c.label == "DP-SGD"), None)
         ceiling = next((c.summary.mean for c in rows if c.verdict == REFERENCE), None)
         known = [(c, c.difference) for c in rows if c.difference is not None]

@@ -1,10 +1,13 @@
-"""The charts as PNG and SVG, for print."""
+"""The one drawing of every chart: whole as PNG and SVG for print, panel by panel as SVG inside the report's page."""
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fodp_lab.report.charts import INK, Chart, Mark, Panel
+from fodp_lab.report.charts import FO_COLOUR, INK, Chart, Mark, Panel
+from fodp_lab.report.inline_svg import inline
 
 _STYLE = {
     "font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8, "legend.fontsize": 8,
@@ -12,75 +15,104 @@ _STYLE = {
     "axes.axisbelow": True, "svg.hashsalt": "fodp", "svg.fonttype": "none", "figure.constrained_layout.use": True,
 }  # fmt: skip
 _WIDTH = 7.2  # inches: a text width
+_POINTS = 125  # of a curve in the page; the records have them all
 
 
 def save(charts: Iterable[Chart], folder: Path) -> None:
     """Write every chart as PNG (200 dpi) and SVG; the same charts give the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for chart in charts:
+        with _figure(*_layout(chart)) as (figure, axes):
+            for axis, panel in zip(axes.flat, chart.panels, strict=False):
+                _panel(axis, panel, chart.kind)
+            for axis in list(axes.flat)[len(chart.panels) :]:
+                axis.set_axis_off()
+            if chart.kind == "lines":
+                _share_labels(axes)
+            _legend(figure)
+            figure.suptitle(chart.title, fontsize=10)
+            figure.savefig(folder / f"{chart.name}.png", dpi=200, metadata={"Software": None})
+            _save_svg(figure, folder / f"{chart.name}.svg")
+
+
+def panels(chart: Chart) -> Iterator[str]:
+    """Each panel of a chart as an SVG element of its own, without legend: a page lays them out as it has room."""
+    for number, panel in enumerate(chart.panels):
+        size = (3.7, 2.5) if chart.kind == "lines" else (4.2, _height(chart, panel))
+        out = io.StringIO()
+        with _figure(size, 1, 1) as (figure, axes):
+            _panel(axes[0, 0], panel, chart.kind, thin=True)
+            figure.draw_without_rendering()  # lays it out
+            _save_svg(figure, out, transparent=True)
+        words = f"{chart.title}{': ' if panel.title else ''}{panel.title}", panel.described(chart.kind)
+        yield inline(out.getvalue(), f"{chart.name}-{number}", *words, [mark.label for mark in panel.marks])
+
+
+@contextmanager
+def _figure(size: tuple[float, float], down: int, across: int) -> Iterator[tuple[Any, Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for chart in charts:
-        with plt.rc_context(_STYLE):  # type: ignore[arg-type]
-            figure = _lines(chart) if chart.kind == "lines" else _rows(chart)
-            figure.savefig(folder / f"{chart.name}.png", dpi=200, metadata={"Software": None})
-            figure.set_layout_engine("none")  # it is laid out already
-            figure.savefig(folder / f"{chart.name}.svg", metadata={"Date": None, "Creator": None})
-            plt.close(figure)
+    with plt.rc_context(_STYLE):  # type: ignore[arg-type]
+        figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
+        yield figure, axes
+        plt.close(figure)
 
 
-def _lines(chart: Chart) -> Any:
-    from matplotlib import pyplot as plt
+def _save_svg(figure: Any, out: Any, transparent: bool = False) -> None:
+    figure.set_layout_engine("none")  # it is laid out already
+    figure.savefig(out, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
 
-    across = len(chart.panels) if len(chart.panels) < 4 else 2
+
+def _layout(chart: Chart) -> tuple[tuple[float, float], int, int]:
+    """Size in inches, panels down, panels across."""
+    across = min(2, len(chart.panels)) if chart.kind != "lines" or len(chart.panels) > 3 else len(chart.panels)
     down = -(-len(chart.panels) // across)
-    width = _WIDTH if across > 1 else 4.6
-    figure, axes = plt.subplots(down, across, figsize=(width, 2.6 * down + 0.75), squeeze=False)
-    for axis, panel in zip(axes.flat, chart.panels, strict=True):
-        for mark in panel.marks:
-            _line(axis, mark)
-        axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-        axis.margins(x=0.01)
-    for axis, panel in list(zip(axes.flat, chart.panels, strict=True))[1:]:
-        if panel.ylabel == chart.panels[0].ylabel and axis not in axes[:, 0]:
+    if chart.kind == "lines":
+        return (_WIDTH if across > 1 else 4.6, 2.6 * down + 0.75), down, across
+    tallest = max(_height(chart, panel) for panel in chart.panels)
+    return (_WIDTH if across > 1 else 5.6, tallest * down + 0.6), down, across
+
+
+def _height(chart: Chart, panel: Panel) -> float:
+    return (0.22 if chart.kind == "dots" else 0.36) * len(panel.rows) + 0.7
+
+
+def _panel(axis: Any, panel: Panel, kind: str, thin: bool = False) -> None:
+    if kind == "lines":
+        _lines(axis, panel, thin)
+    else:
+        _rows(axis, panel, kind)
+
+
+def _lines(axis: Any, panel: Panel, thin: bool) -> None:
+    for number, mark in enumerate(panel.marks):
+        colour, main = _colour(mark), mark.colour in (INK, FO_COLOUR)
+        every = -(-len(mark.y) // _POINTS) if thin else 1
+        keep = slice((len(mark.y) - 1) % every, None, every)  # the last point stays
+        axis.plot(
+            mark.x[keep], mark.y[keep], color=colour, label=mark.label, lw=1.5 if main else 1.1,
+            ls=(0, (4, 1.5)) if mark.dashed else "-", zorder=3 if main else 2, gid=f"mark-{number}",
+        )  # fmt: skip
+        if mark.low:
+            axis.fill_between(mark.x[keep], mark.low[keep], mark.high[keep], color=colour, alpha=0.12, lw=0)
+    axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axis.margins(x=0.01)
+
+
+def _share_labels(axes: Any) -> None:
+    """What the first panel says on its left is not said again within a row."""
+    for axis in axes[:, 1:].flat:
+        if axis.get_ylabel() == axes[0, 0].get_ylabel():
             axis.set_ylabel("")
-    _finish(figure, chart)
-    return figure
 
 
-def _line(axis: Any, mark: Mark) -> None:
-    colour = _colour(mark)
-    main = mark.colour in (INK, "#d55e00")
-    style = (0, (4, 1.5)) if mark.dashed else "-"
-    axis.plot(
-        mark.x, mark.y, color=colour, label=mark.label, lw=1.5 if main else 1.1, ls=style, zorder=3 if main else 2
-    )
-    if mark.low:
-        axis.fill_between(mark.x, mark.low, mark.high, color=colour, alpha=0.12, lw=0)
-
-
-def _rows(chart: Chart) -> Any:
-    from matplotlib import pyplot as plt
-
-    across = min(2, len(chart.panels))
-    down = -(-len(chart.panels) // across)
-    tallest = max(len(panel.rows) for panel in chart.panels)
-    height = (0.22 if chart.kind == "dots" else 0.36) * tallest * down + 0.7 * down + 0.6
-    figure, axes = plt.subplots(down, across, figsize=(_WIDTH if across > 1 else 5.6, height), squeeze=False)
-    for axis, panel in zip(axes.flat, chart.panels, strict=False):
-        _row_panel(axis, panel, chart.kind)
-    for axis in list(axes.flat)[len(chart.panels) :]:
-        axis.set_axis_off()
-    _finish(figure, chart)
-    return figure
-
-
-def _row_panel(axis: Any, panel: Panel, kind: str) -> None:
+def _rows(axis: Any, panel: Panel, kind: str) -> None:
     places = {row: -number for number, row in enumerate(panel.rows)}
     shared = len({len(mark.x) for mark in panel.marks}) == 1 and len(panel.marks) > 1 and kind == "bars"
-    step = 0.38 if shared else (0.26 if _overlapping(panel) else 0.0)
+    step = 0.38 if shared else (0.26 if sum(len(mark.x) for mark in panel.marks) > len(panel.rows) else 0.0)
     for number, mark in enumerate(panel.marks):
         shift = step * ((len(panel.marks) - 1) / 2 - number) if step else 0.0
         at = [places[str(row)] + shift for row in mark.x]
@@ -109,11 +141,7 @@ def _row_panel(axis: Any, panel: Panel, kind: str) -> None:
         axis.margins(x=0.08)
 
 
-def _overlapping(panel: Panel) -> bool:
-    return sum(len(mark.x) for mark in panel.marks) > len(panel.rows)
-
-
-def _finish(figure: Any, chart: Chart) -> None:
+def _legend(figure: Any) -> None:
     entries: dict[str, Any] = {}
     for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()
@@ -122,7 +150,6 @@ def _finish(figure: Any, chart: Chart) -> None:
     if len(entries) > 1:
         columns = len(entries) if len(entries) <= 5 else 4 if figure.get_figwidth() > 5 else 3
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
-    figure.suptitle(chart.title, fontsize=10)
 
 
 def _colour(mark: Mark) -> str:

@@ -9,24 +9,22 @@ from fodp_lab.report import charts, figures, markdown, page, tables
 
 
 def texts(results: Results, drawn: dict[str, charts.Chart]) -> dict[str, str]:
-    """Every generated text file by its path in the folder of results: a function of the records alone."""
-    verdicts = judge_all(results)
-    files = {"REPRODUCTION.md": markdown.reproduction(results, verdicts, drawn)}
+    """Every generated text file but the page, by its path in the folder of results: a function of the records alone."""
+    files = {"REPRODUCTION.md": markdown.reproduction(results, judge_all(results), drawn)}
     for name in tables.names():
-        parts = [f"# `{name}`", "", *(table.markdown() for table in tables.of(results, name))]
+        parts = [f"# `{name}`", "", *(table.markdown() for table in tables.tables_of(results, name))]
         files[f"tables/{name}.md"] = "\n".join(parts)
-    files["report.html"] = page.html(results, verdicts, drawn)
-    return files
+    return {**files, "tables/runs.csv": tables.runs_as_csv(results)}
 
 
 def write(folder: str | Path) -> dict[str, Any]:
     """Generate everything into the folder that holds the records; nothing is trained."""
     results = Results(folder)
     drawn = charts.draw(results)
-    files = texts(results, drawn)
+    files = {**texts(results, drawn), "report.html": page.html(results, judge_all(results), drawn)}
     for name, text in files.items():
         path = results.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", newline="\n")
     figures.save(drawn.values(), results.folder / "figures")
     return {"files": sorted(files), "figures": sorted(drawn), "report": str(results.folder / "report.html")}

@@ -1,14 +1,25 @@
 """Every table as plain data: rendered as Markdown under `results/tables` and as HTML in the report."""
 
+import csv
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fodp_lab.judging.results import Line, Results
-from fodp_lab.judging.runtime_claims import relative
+from fodp_lab.judging.results import Line, Record, Results
 from fodp_lab.judging.statistics import Difference, Summary, holm, paired, summarize
-from fodp_lab.paper import fair, printed
-from fodp_lab.paper.catalog import AS_HERE, DP_SGD, EXPERIMENTS, METHODS, RUNTIME
+from fodp_lab.judging.verdicts import relative, standings
+from fodp_lab.paper.catalog import (
+    AS_HERE,
+    DP_SGD,
+    EXPERIMENTS,
+    METHODS,
+    PRINTED_FINAL,
+    PRINTED_RELATIVE,
+    PRINTED_SECONDS,
+    RUNTIME,
+)
 
 # The row against which the others of its panel are compared.
 BASELINES = {
@@ -66,7 +77,7 @@ def points(d: Difference | None) -> str:
     return NONE if d is None else f"{100 * d.mean:+.2f} [{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
 
 
-def of(results: Results, name: str) -> list[Table]:
+def tables_of(results: Results, name: str) -> list[Table]:
     """The tables of one experiment, by its name."""
     if name == RUNTIME:
         return [_runtime(results)]
@@ -93,7 +104,7 @@ def _experiment(results: Results, name: str) -> Table:
             d, p = differences.get((line.panel, line.label), (None, None))
             row += [points(d), NONE if p is None else f"{p:.2g}"]
         if name == "final-accuracy":
-            mean, std, low, high = printed.FINAL[line.label]
+            mean, std, low, high = PRINTED_FINAL[line.label]
             row += [f"{mean:.4f} ± {std:.4f}", f"[{low:.4f}, {high:.4f}]"]
         rows.append(tuple(row))
     return Table(EXPERIMENTS[name].title, tuple(columns), tuple(rows), _note(results, name))
@@ -129,7 +140,7 @@ def _runtime(results: Results) -> Table:
         turns, r = results.runtime.get(label), relative(results, label)
         ratio = "1" if label == DP_SGD else NONE if r is None else f"{r.mean:.3f} [{r.low:.3f}, {r.high:.3f}]"
         seconds = number(sum(turns), 1) if turns else NONE
-        rows.append((label, seconds, ratio, f"{printed.SECONDS[label]:.1f}", f"{printed.RELATIVE[label]:.2f}"))
+        rows.append((label, seconds, ratio, f"{PRINTED_SECONDS[label]:.1f}", f"{PRINTED_RELATIVE[label]:.2f}"))
     columns = ("method", "seconds", "relative [95%]", "paper: seconds", "paper: relative")
     return Table("Runtime, 250 epochs", columns, tuple(rows) if results.rounds else (), _runtime_note(results))
 
@@ -155,8 +166,8 @@ def _fair(results: Results) -> list[Table]:
     tables = []
     for setting in results.fair.protocol.settings:
         rows = []
-        for c in results.contenders[setting.name]:
-            chosen = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in c.params.items())
+        for c in standings(results)[setting.name]:
+            chosen = ", ".join(settings(c.params))
             edge = " (edge of the grid)" if c.at_edge else ""
             p = NONE if c.p is None else f"{c.p:.2g}"
             rows.append((c.label, chosen + edge, number(c.validation), mean_std(c.summary), interval(c.summary),
@@ -165,9 +176,34 @@ def _fair(results: Results) -> list[Table]:
     return tables
 
 
+def settings(params: Mapping[str, Any]) -> list[str]:
+    """Parameters as `name=value`, without digits that say nothing."""
+    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()]
+
+
+def runs_as_csv(results: Results) -> str:
+    """Every recorded run as one row, for a spreadsheet; the curves are in the records alone."""
+    columns = ("suite", "method", "data", "parameters", "seed", "steps", "scored on", "σ", "C", "ε", "final", "best",
+               "loss", "seconds", "code", "key")  # fmt: skip
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(_run("paper", record) for record in results.paper)
+    writer.writerows(_run("fair", record) for record in results.fair_records)
+    return out.getvalue()
+
+
+def _run(suite: str, r: Record) -> list[Any]:
+    run = r["run"]
+    chosen = " ".join([*settings(run["params"]), *([f"({run['variant']})"] if "variant" in run else [])])
+    numbers = [r["noise_multiplier"], run["clip_norm"], r["final_epsilon"]]
+    return [
+        suite, r["algorithm"], run["dataset"], chosen, r["seed"], run["steps"], run["scored_on"],
+        *("" if value is None else round(value, 4) for value in numbers),
+        r["final_accuracy"], r["best_accuracy"], round(r["final_loss"], 4), r["seconds"], r["code"], r["key"],
+    ]  # fmt: skip
+
+
 def names() -> list[str]:
     """All tables, in the order of the report."""
     return [*EXPERIMENTS, RUNTIME, "fair"]
-
-
-FAIR_RULE = (fair.__doc__ or "").split("\n\n", 1)[-1].strip()

@@ -1,0 +1,40 @@
+# Every public name of `fodp`, with the module it comes from: the one list, read by type checkers and by __init__.py.
+from . import accounting as accounting
+from . import audit as audit
+from . import callbacks as callbacks
+from . import clipping as clipping
+from . import data as data
+from . import losses as losses
+from . import memory as memory
+from . import methods as methods
+from . import noise as noise
+from . import testing as testing
+from ._checks import BudgetError as BudgetError
+from ._checks import ConfigurationError as ConfigurationError
+from ._checks import DataError as DataError
+from ._checks import LedgerError as LedgerError
+from ._checks import PrivacyError as PrivacyError
+from .accounting import calibrate as calibrate
+from .accounting import epsilon as epsilon
+from .clipping import Clipper as Clipper
+from .clipping import check as check
+from .clipping import clipped_sum as clipped_sum
+from .clipping import fix as fix
+from .clipping import register_rule as register_rule
+from .ledger import Ledger as Ledger
+from .memory import ExponentialMemory as ExponentialMemory
+from .memory import ExponentialSumMemory as ExponentialSumMemory
+from .memory import FractionalMemory as FractionalMemory
+from .memory import UniformMemory as UniformMemory
+from .methods import Method as Method
+from .methods import register as register
+from .methods.mechanism import GaussianMechanism as GaussianMechanism
+from .people_costs import records_per_person_costs as records_per_person_costs
+from .plan import Plan as Plan
+from .queries import Query as Query
+from .run import Run as Run
+from .training.exported import load_exported as load_exported
+from .training.loop import make_private as make_private
+from .training.trainer import Trainer as Trainer
+
+__version__: str

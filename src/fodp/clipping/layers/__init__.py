@@ -1,0 +1,1 @@
+"""Layers: what each kind makes of its inputs and back-signals, as uses of its parameters."""

@@ -1,0 +1,1 @@
+"""What `fodp.integrations.transformers` is made of."""

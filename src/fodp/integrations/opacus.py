@@ -1,0 +1,221 @@
+"""Coming from Opacus: a set-up goes on with fodp's engine and methods, its spending carried along.
+
+It takes the extra `opacus`; docs/opacus.md is its page, with a table of their calls and ours.
+"""
+
+import uuid
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fodp._extras import need
+
+need("opacus", "fodp.integrations.opacus", extra="opacus")
+
+import torch  # noqa: E402 - said in one line if Opacus is missing
+from opacus import PrivacyEngine  # noqa: E402
+from opacus.accountants import IAccountant  # noqa: E402
+from opacus.optimizers import DPOptimizer  # noqa: E402
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, default_collate  # noqa: E402
+
+from fodp import accounting  # noqa: E402
+from fodp._checks import ConfigurationError, shown  # noqa: E402
+from fodp.accounting import Event, Phase, truncate  # noqa: E402
+from fodp.ledger import Ledger  # noqa: E402
+from fodp.plan import Plan  # noqa: E402
+from fodp.ranks import refuse_group  # noqa: E402
+from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
+
+# How many steps of an accountant's history each ledger has already: what is carried twice would be paid twice.
+_carried: "weakref.WeakKeyDictionary[IAccountant, dict[str, tuple[Phase, ...]]]" = weakref.WeakKeyDictionary()
+
+
+class Continued(NamedTuple):
+    """A set-up that goes on: the first three are what `fodp.make_private` returns."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: PrivateLoader
+    plan: Plan
+    history: tuple[Phase, ...]
+
+    def total_epsilon(self, delta: float | None = None) -> float:
+        """ε of everything: Opacus's steps and the whole plan after them."""
+        phases = (*self.history, *self.plan.events())
+        return accounting.epsilon_of(phases, self.plan.delta if delta is None else delta, self.plan.accountant)
+
+
+def from_opacus(
+    source: PrivacyEngine | DPOptimizer,
+    *,
+    model: nn.Module,
+    data_loader: DataLoader[Any],
+    steps: int,
+    delta: float,
+    optimizer: DPOptimizer | None = None,
+    sampling_rate: float | None = None,
+    lot_size: float | None = None,
+    method: str = "fo-dp-sgd",
+    params: Mapping[str, Any] | None = None,
+    ledger: Ledger | None = None,
+    **public: Any,
+) -> Continued:
+    """Go on from where Opacus is, with FO-DP-SGD or another method of one gradient per step.
+
+    `source` is the `PrivacyEngine` (then give its `optimizer`) or the `DPOptimizer` itself; `model` and `data_loader`
+    are those that `PrivacyEngine.make_private` returned. Clip norm, noise multiplier and loss reduction are taken from
+    the optimizer, whose momentum goes on; the model comes back without Opacus's hooks. The accountant's history of
+    (σ, q, steps) is charged to the `ledger` first, once.
+
+    Opacus computes `sample_rate` and `expected_batch_size` from the size of the data. Declare public ones with
+    `sampling_rate` and `lot_size`; where they are missing Opacus's are used, with a warning. `public` are other fields
+    of a plan, such as `noise_multiplier`, `accountant` or `seed`.
+    """
+    dp_optimizer, accountant = _parts_of(source, optimizer)
+    past = history(accountant)
+    _refuse_shuffled(data_loader)
+    if sampling_rate is None or lot_size is None:
+        warnings.warn(
+            "Opacus has computed sample_rate and expected_batch_size from the size of the private data, and whether "
+            "one record is there is what privacy hides: declare sampling_rate= and lot_size= as public numbers",
+            stacklevel=2,
+        )
+    plan = Plan(
+        **{
+            "sampling_rate": _rate(data_loader) if sampling_rate is None else sampling_rate,
+            "lot_size": float(dp_optimizer.expected_batch_size) if lot_size is None else lot_size,
+            "noise_multiplier": dp_optimizer.noise_multiplier,
+            "clip_norm": dp_optimizer.max_grad_norm,
+            "steps": steps,
+            "delta": delta,
+            "method": method,
+            "params": {} if params is None else params,
+            **public,
+        }
+    )
+    refuse_group("from_opacus")
+    if ledger is not None:
+        _carry(accountant, past, ledger)  # first: what it refuses leaves Opacus's set-up as it is
+    plain = _without_hooks(model, dp_optimizer)
+    private = make_private(
+        plain,
+        dp_optimizer.original_optimizer,
+        data_loader.dataset,
+        plan,
+        loss_reduction=dp_optimizer.loss_reduction,
+        collate_fn=_collate_of(data_loader),
+        ledger=ledger,
+    )
+    return Continued(*private, plan, past)
+
+
+def history(source: PrivacyEngine | DPOptimizer | IAccountant) -> tuple[Phase, ...]:
+    """What Opacus's accountant has seen, (σ, q, steps) by (σ, q, steps), as events of ours: for any accountant of ours.
+
+    Also of its GDP accountant, whose own ε is an approximation from below.
+    """
+    accountant = source
+    if not isinstance(source, IAccountant):
+        accountant = source.accountant if isinstance(source, PrivacyEngine) else _accountant_of(source)
+    phases = []
+    for entry in accountant.history:
+        noise, rate, steps = entry
+        if not noise > 0:
+            raise ConfigurationError(
+                f"Opacus has taken {steps} steps with noise_multiplier {shown(noise)}: they are not private, and no "
+                "ledger can hold them. Begin with a fresh model"
+            )
+        phases.append(Phase((Event(min(1.0, float(rate)), float(noise)),), int(steps)))
+    return tuple(phases)
+
+
+def _parts_of(source: Any, optimizer: DPOptimizer | None) -> tuple[DPOptimizer, IAccountant]:
+    if isinstance(source, PrivacyEngine):
+        if optimizer is None:
+            raise ConfigurationError("with a PrivacyEngine give optimizer=, the one that its make_private returned")
+        found, accountant = optimizer, source.accountant
+    elif isinstance(source, DPOptimizer):
+        found, accountant = source, _accountant_of(source)
+    else:
+        raise ConfigurationError(
+            f"from_opacus takes a PrivacyEngine or the DPOptimizer that its make_private returned, got {shown(source)}"
+        )
+    if type(found) is not DPOptimizer:
+        raise ConfigurationError(
+            f"{type(found).__name__} clips or divides otherwise than one sum with one clip norm (per layer, "
+            "adaptively, over processes or with ghost clipping): set up Opacus with clipping='flat' and "
+            "grad_sample_mode='hooks', or begin with fodp.make_private"
+        )
+    return found, accountant
+
+
+def _accountant_of(optimizer: DPOptimizer) -> IAccountant:
+    """The one whose hook counts the optimizer's steps."""
+    for cell in getattr(optimizer.step_hook, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, IAccountant):
+            return cell.cell_contents
+    raise ConfigurationError("no accountant counts this optimizer's steps: give from_opacus the PrivacyEngine instead")
+
+
+def _refuse_shuffled(loader: DataLoader[Any]) -> None:
+    if not isinstance(getattr(loader, "batch_sampler", None), UniformWithReplacementSampler):
+        raise ConfigurationError(
+            "this loader does not draw Poisson lots, as Opacus's accountant assumes (poisson_sampling=False, or the "
+            "loader from before make_private): the epsilon that it has counted does not hold. Give the loader that "
+            "make_private returned"
+        )
+
+
+def _rate(loader: DataLoader[Any]) -> float:
+    return float(loader.batch_sampler.sample_rate)  # type: ignore[union-attr]
+
+
+def _collate_of(loader: DataLoader[Any]) -> Any:
+    """The owner's collate_fn, from inside of what Opacus wraps around it for empty lots; None for PyTorch's own."""
+    given = getattr(loader.collate_fn, "wrapped_collator_fn", loader.collate_fn)
+    return None if given is default_collate else given
+
+
+def _without_hooks(model: nn.Module, optimizer: DPOptimizer) -> nn.Module:
+    """The model as it was before Opacus wrapped it."""
+    plain: Any = model
+    if hasattr(plain, "_module") and hasattr(plain, "remove_hooks"):
+        plain.remove_hooks()
+        plain = plain._module
+    for parameter in plain.parameters():
+        parameter.grad = None
+        for name in ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample"):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
+    optimizer.step_hook = None
+    return plain
+
+
+def _carry(accountant: IAccountant, past: tuple[Phase, ...], ledger: Ledger) -> None:
+    """Charge the history to the ledger, but for what was carried there before."""
+    done = _carried.setdefault(accountant, {}).get(str(ledger.path), ())
+    taken = sum(phase.steps for phase in done)
+    # Another history may have been loaded since: then all of it is charged.
+    rest = _minus(past, taken) if truncate(past, taken) == done else past
+    if not rest:
+        return
+    total = sum(phase.steps for phase in rest)
+    account = ledger.open(f"opacus-{uuid.uuid4().hex}", rest, total, about={"method": "opacus"})
+    while account.charged < total and account.covers(account.charged):
+        pass
+    account.settle(total)
+    _carried[accountant][str(ledger.path)] = past
+
+
+def _minus(phases: tuple[Phase, ...], steps: int) -> tuple[Phase, ...]:
+    """The phases without their first steps."""
+    rest = []
+    for phase in phases:
+        taken = min(steps, phase.steps)
+        steps -= taken
+        if phase.steps > taken:
+            rest.append(Phase(phase.events, phase.steps - taken))
+    return tuple(rest)

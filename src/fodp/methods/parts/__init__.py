@@ -1,0 +1,1 @@
+"""Parts that compose with every method: filters, updates, adaptive clipping, schedules."""

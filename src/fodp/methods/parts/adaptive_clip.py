@@ -1,0 +1,80 @@
+"""Adaptive quantile clipping (Andrew et al., NeurIPS 2021): a noisy count moves the clip norm.
+
+The count of examples whose norm is within the clip norm is released jointly with the sum, and the sum
+gets so little more noise that the pair costs exactly what the sum alone would have cost.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fodp import _checks
+from fodp._checks import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantile:
+    """Which share of the examples is to be left unclipped, and how the clip norm gets there; all public.
+
+    `count_noise` None is L/20, or the sum's noise multiplier z where that is larger.
+    """
+
+    quantile: float
+    count_noise: float | None
+    clip_rate: float
+    clip_min: float
+    clip_max: float
+
+    def __post_init__(self) -> None:
+        _checks.open_fraction("quantile", self.quantile)
+        if self.count_noise is not None:
+            _checks.positive("count_noise", self.count_noise)
+        _checks.positive("clip_rate", self.clip_rate)
+        for name in ("clip_min", "clip_max"):
+            _checks.clip_norm(name, getattr(self, name))
+        if self.clip_min > self.clip_max:
+            raise ConfigurationError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
+
+
+class AdaptiveClip:
+    """The current clip norm C, and how a noisy count of unclipped examples moves it.
+
+    C ← clamp(C·exp(-clip_rate·(b̃ - quantile)), clip_min, clip_max), where b̃ is the noisy fraction of the lot whose
+    gradient norm is at most C. Everything here is computed from releases and public numbers. `multipliers` are those of
+    the events that the count will share with a sum: a count that would leave nothing of one is refused.
+    """
+
+    def __init__(self, settings: Quantile, clip_norm: float, lot_size: float, multipliers: Sequence[float]):
+        self.settings, self.clip_norm, self.lot_size = settings, clip_norm, lot_size
+        low, high = settings.clip_min, settings.clip_max
+        if not low <= clip_norm <= high:
+            raise ConfigurationError(
+                f"the clip norm {clip_norm:g} must lie between clip_min {low:g} and clip_max {high:g}"
+            )
+        # At least z, however large that is: then the count is a quarter of what a step costs.
+        usual = max(lot_size / 20, *multipliers)
+        self.count_noise = usual if settings.count_noise is None else settings.count_noise
+        for multiplier in multipliers:
+            self.rest(multiplier)
+
+    def rest(self, multiplier: float) -> float:
+        """The multiplier that is left for the sum: z_D = (z⁻² - (2σ_b)⁻²)^(-½); the count has sensitivity ½."""
+        whole, count = 1 / multiplier, 0.5 / self.count_noise
+        left = whole * whole - count * count
+        if not left > 0:
+            raise ConfigurationError(
+                f"count_noise {self.count_noise:g} leaves nothing of the noise multiplier {multiplier:g} for the "
+                f"gradients: raise it above {multiplier / 2:g}"
+            )
+        return float(left**-0.5)
+
+    def fraction_of(self, noisy_count: float) -> float:
+        """b̃: the noisy share of unclipped examples, from a released centred count Σ(1[‖g‖ ≤ C] - ½)."""
+        return min(1.0, max(0.0, noisy_count / self.lot_size + 0.5))
+
+    def move(self, noisy_count: float) -> None:
+        """Take a released count in; acts on the next step."""
+        wanted = self.settings
+        change = -wanted.clip_rate * (self.fraction_of(noisy_count) - wanted.quantile)
+        moved = self.clip_norm * math.exp(min(change, 700.0))
+        self.clip_norm = min(wanted.clip_max, max(wanted.clip_min, moved))

@@ -1,0 +1,78 @@
+"""Public numbers that change with the step number: piecewise constant, fixed before any data is seen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fodp import _checks
+from fodp._checks import ConfigurationError
+
+if TYPE_CHECKING:
+    from fodp.methods.base import PublicNumbers
+
+# A number, or pairs (first step, value) in rising order that begin at step 0.
+Schedule = float | tuple[tuple[int, float], ...]
+
+
+def checked(name: str, schedule: object, check: Callable[[str, object], float]) -> Schedule:
+    """A number, or a sequence of (first step, value) pairs whose values all pass `check`."""
+    if not isinstance(schedule, Sequence) or isinstance(schedule, str):
+        return check(name, schedule)
+    try:
+        pairs = tuple((_checks.whole("a first step", start, 0), check(name, value)) for start, value in schedule)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{name} must be a number or pairs (first step, value): {error}") from None
+    starts = [start for start, _ in pairs]
+    if not pairs or starts[0] != 0 or sorted(set(starts)) != starts:
+        raise ConfigurationError(f"{name} must begin at step 0 and go on in rising steps, got first steps {starts}")
+    return pairs
+
+
+def value_at(schedule: Schedule, step: int) -> float:
+    """The value that holds at this step."""
+    if not isinstance(schedule, tuple):
+        return schedule
+    return [value for start, value in schedule if start <= step][-1]
+
+
+def pieces(schedule: Schedule, steps: int) -> list[tuple[float, int]]:
+    """The values over a run and for how many steps each holds."""
+    if not isinstance(schedule, tuple):
+        return [(schedule, steps)]
+    ends = [start for start, _ in schedule[1:]] + [steps]
+    cut = [(value, min(end, steps) - start) for (start, value), end in zip(schedule, ends, strict=True)]
+    return [(value, count) for value, count in cut if count > 0]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The public numbers of a plan as they are at one step."""
+
+    sampling_rate: float
+    steps: int
+    lot_size: float
+    clip_norm: float
+    noise_multiplier: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """Public factors on the plan's noise multiplier and clip norm, known for every step before the first."""
+
+    noise_schedule: Schedule | None
+    clip_schedule: Schedule | None
+
+    def at(self, plan: "PublicNumbers", step: int) -> Numbers:
+        """The plan's numbers as a method sees them in this step."""
+        noise, clip = (1.0 if s is None else value_at(s, step) for s in (self.noise_schedule, self.clip_schedule))
+        return Numbers(
+            plan.sampling_rate, plan.steps, plan.lot_size, plan.clip_norm * clip, plan.noise_multiplier * noise
+        )
+
+    def starts(self, steps: int) -> list[int]:
+        """The steps at which a number changes, 0 first."""
+        found = {0}
+        for schedule in (self.noise_schedule, self.clip_schedule):
+            if isinstance(schedule, tuple):
+                found |= {start for start, _ in schedule if start < steps}
+        return sorted(found)

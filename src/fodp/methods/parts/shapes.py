@@ -1,0 +1,50 @@
+"""The shape of a query: public factors on the parts of every gradient, before clipping and again after the release."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fodp import _checks
+from fodp._checks import ConfigurationError
+
+SHAPES = ("none", "fan-in")
+ShapeChoice = str | tuple[float, ...]
+
+
+def checked(given: object) -> ShapeChoice:
+    """A word of `SHAPES`, or the user's own numbers."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(_checks.positive("each of shape", value) for value in given)
+    if not isinstance(given, str):
+        raise ConfigurationError(f"shape must be 'none', 'fan-in' or a list of numbers, got {_checks.shown(given)}")
+    return _checks.one_of("shape", given, SHAPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Parameter l's part of every gradient times b_l, clipped as a whole; the release times b_l again.
+
+    Flat clipping spends the sensitivity where the gradient is large, and the first layer of a wide network holds most
+    of every example's norm: the others drown in the noise. Factors are public, made of shapes or given beforehand, and
+    act before clipping, so one example still moves the sum by C at most, and what is done to the release is
+    post-processing: bound, noise and events are those without a shape. Clipping aside, it is a step of rate lr·b_l².
+    Memories, filters and ascents see releases that are mapped back; κ and ζ of fo-dp-sgd stay those of noise without a
+    shape unless they are set.
+    """
+
+    shape: ShapeChoice
+    width: float
+
+    def __post_init__(self) -> None:
+        _checks.positive("width", self.width)
+
+    def weights(self, shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        """b of parameters of these shapes; with fan-in min(1, √(w/inputs)), biases and gains having one input each."""
+        if not isinstance(self.shape, str):
+            if len(self.shape) != len(shapes):
+                raise ConfigurationError(
+                    f"shape has {len(self.shape)} numbers, and the model has {len(shapes)} trainable parameters: give "
+                    "one for each, in the order of model.parameters()"
+                )
+            return self.shape
+        return tuple(min(1.0, math.sqrt(self.width / max(1, math.prod(shape[1:])))) for shape in shapes)

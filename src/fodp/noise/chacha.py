@@ -1,0 +1,134 @@
+"""Gaussian noise made on an accelerator: a ChaCha20 keystream and Box-Muller, on the device that adds them.
+
+The CPU makes noise from AES (`fodp.noise.keystream`), which its processors compute by themselves; accelerators do
+not, and ChaCha20 is sums, rotations and exclusive ors of 32-bit words. Each stream has a key of its own, derived from
+(key, step, name) as for AES, so nonces are zero and the counter starts at zero.
+
+A block of the keystream is 64 bytes, 16 words, and makes ten float32 normals (a pair takes 64 bits for its radius
+and 32 for its angle) or eight float64 ones (64 bits for the angle). So number i of a stream needs block i // 10 and
+nothing else, and any slice of a vector can be drawn by whoever holds it.
+
+`reference_` is plain tensor operations and runs on every device; `fodp.noise.chacha_triton` is the same as one kernel
+for CUDA. Logarithms and cosines of devices differ in their last bits, and so do normals; the keystream never does.
+The key is handed to the device: who can read the device's memory can read the noise (docs/threat-model.md).
+"""
+
+import math
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fodp._checks import PrivacyError
+
+_WORDS: Final = 16  # of 32 bits in a block
+_CONSTANTS: Final = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
+_COLUMNS: Final = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+_DIAGONALS: Final = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
+_ROTATIONS: Final = (16, 12, 8, 7)
+_MOST_BLOCKS: Final = 2**32  # the counter of RFC 8439 has 32 bits: 256 GiB of one stream
+_AT_ONCE: Final = 2**18  # blocks: 64 bytes each, and about as much again while they are made
+
+NORMALS_PER_BLOCK: Final = {torch.float32: 10, torch.float64: 8}
+
+
+def keystream(key: bytes, first: int, blocks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Blocks first, first + 1, … of ChaCha20 (RFC 8439, nonce zero) as signed 32-bit words, one block a row."""
+    if len(key) != 32:
+        raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
+    if first < 0 or blocks < 0 or first + blocks > _MOST_BLOCKS:
+        raise PrivacyError(f"blocks {first} to {first + blocks} are not within the {_MOST_BLOCKS} of one stream")
+    # Counters wrap in 32 bits as everything here does: they are made in 64 and cut.
+    counters = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
+    start = [torch.full_like(counters, _signed(word), dtype=torch.int32) for word in state(key)]
+    start[12] = _cut(counters)
+    rows = [word.clone() for word in start]
+    for _ in range(10):
+        for quarter in (*_COLUMNS, *_DIAGONALS):
+            _quarter_round(rows, *quarter)
+    return torch.stack([row + word for row, word in zip(rows, start, strict=True)], dim=1)
+
+
+def state(key: bytes) -> tuple[int, ...]:
+    """The sixteen words a block begins with: constants, key, counter and nonce, the last two zero."""
+    return (*_CONSTANTS, *(int.from_bytes(key[i : i + 4], "little") for i in range(0, 32, 4)), 0, 0, 0, 0)
+
+
+def reference_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
+    """Add numbers offset, offset + 1, … of the stream of N(0, std²) under `key` to `out`, which is contiguous."""
+    each = _normals_per_block(out.dtype)
+    flat, done = out.view(-1), 0
+    while done < flat.numel():
+        block, skipped = divmod(offset + done, each)
+        wanted = min(flat.numel() - done, _AT_ONCE * each - skipped)
+        blocks = -(-(skipped + wanted) // each)
+        normals = _normals(keystream(key, block, blocks, out.device), out.dtype)
+        flat[done : done + wanted].add_(normals.view(-1)[skipped : skipped + wanted], alpha=std)
+        done += wanted
+    return out
+
+
+def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
+    """The same by the fastest way of the device: one kernel on CUDA, tensor operations elsewhere."""
+    if out.device.type == "cuda" and (kernel := _triton()) is not None:
+        kernel.add_normals_(out, std, key, offset)  # type: ignore[attr-defined]
+        return out
+    return reference_(out, std, key, offset)
+
+
+@cache
+def _triton() -> object | None:
+    try:
+        from fodp.noise import chacha_triton
+    except ImportError:  # PyTorch for CUDA brings Triton on Linux; elsewhere tensor operations do
+        return None
+    return chacha_triton
+
+
+def _normals(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks of keystream (n, 16) to normals (n, 10) or (n, 8): first all r·cos(a) of a block, then all r·sin(a)."""
+    pairs = _normals_per_block(dtype) // 2
+    high, low = words[:, :pairs], words[:, pairs : 2 * pairs]
+    radius = _minus_log(high, low, dtype).mul_(2).sqrt_()
+    angle = words[:, 2 * pairs : 3 * pairs].to(dtype)
+    if dtype == torch.float64:
+        angle += _unsigned(words[:, 3 * pairs : 4 * pairs], dtype) * 2.0**-32
+    angle *= math.pi * 2.0**-31
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
+
+
+def _minus_log(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    """-ln u of u = (word + ½) / 2⁶⁴, exact to a few roundings for u near 0 and near 1: radii reach 9.4.
+
+    Near 1 a float holds u too coarsely, so 1-u is made of the complement's bits; no device needs float64 for it.
+    """
+    small = (_unsigned(high, dtype) * 2.0**32 + _unsigned(low, dtype) + 0.5) * 2.0**-64
+    rest = (_unsigned(~high, dtype) * 2.0**32 + _unsigned(~low, dtype) + 0.5) * 2.0**-64
+    return torch.where(high >= 0, -small.log(), -torch.log1p(-rest))  # the sign bit says whether u is below one half
+
+
+def _unsigned(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Signed 32-bit words as the unsigned numbers their bits are; halves are exact, so there is one rounding."""
+    return ((words >> 16) & 0xFFFF).to(dtype) * 65536.0 + (words & 0xFFFF).to(dtype)
+
+
+def _quarter_round(rows: list[Tensor], a: int, b: int, c: int, d: int) -> None:
+    for bits, (to, by, turned) in zip(_ROTATIONS, ((a, b, d), (c, d, b), (a, b, d), (c, d, b)), strict=True):
+        rows[to] = rows[to] + rows[by]  # int32 wraps, as ChaCha's words do
+        mixed = rows[turned] ^ rows[to]
+        rows[turned] = (mixed << bits) | ((mixed >> (32 - bits)) & ((1 << bits) - 1))  # >> copies the sign: cut it off
+
+
+def _cut(counters: Tensor) -> Tensor:
+    return ((counters + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _normals_per_block(dtype: torch.dtype) -> int:
+    if dtype not in NORMALS_PER_BLOCK:
+        raise PrivacyError(f"noise needs a float32 or float64 tensor, got {dtype}; draw in float32 and convert")
+    return NORMALS_PER_BLOCK[dtype]

@@ -1,0 +1,424 @@
+"""The three estimators: a model, a plan from declared public numbers, and one private fit by `fodp.Trainer`."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from fodp import _checks
+from fodp._checks import ConfigurationError, DataError, shown
+from fodp.data.models import cross_entropy
+from fodp.data.schema import Schema, read_schema
+from fodp.ledger import Ledger
+from fodp.plan import Plan
+from fodp.sklearn import habits
+from fodp.sklearn.inputs import by_schema, declared_bounds, scaled
+from fodp.training.callbacks import WeightAverage
+from fodp.training.trainer import Trainer
+
+Build = Callable[[int, int], nn.Module]
+PublicSchema = Schema | Mapping[str, Any] | str | Path
+_LARGEST_LOT = 4096  # expected rows of a lot, unless sampling_rate is given
+
+
+class _Private(BaseEstimator):  # type: ignore[misc]
+    """What the estimators share: every number that a plan takes is declared, none is read off the rows."""
+
+    epsilon: float
+    delta: float
+    public_size: int | None
+    bounds: Any
+    schema: PublicSchema | None
+    epochs: float
+    sampling_rate: float | None
+    clip_norm: float
+    lr: float
+    method: str
+    params: Mapping[str, Any] | None
+    ledger: Ledger | Callable[[], Ledger] | None
+    random_state: int | None
+
+    def plan(self) -> Plan:
+        """The plan of a fit, and with it ε, δ and the statement, before any data is touched."""
+        if self.random_state is not None:
+            _checks.whole("random_state", self.random_state, minimum=0)
+        size = self._declared_size()
+        # Few steps on large lots: with noise for few steps, half of a small set a step beats a tenth.
+        rate = min(0.5, _LARGEST_LOT / size) if self.sampling_rate is None else self.sampling_rate
+        _checks.fraction("sampling_rate", rate)
+        return Plan.calibrated(
+            target_epsilon=self.epsilon,
+            delta=self.delta,
+            sampling_rate=rate,
+            steps=max(1, round(_checks.positive("epochs", self.epochs) / rate)),
+            lot_size=max(1.0, rate * size),
+            clip_norm=self.clip_norm,
+            method=self.method,
+            params={"lr": self.lr, **({} if self.params is None else self.params)},
+            seed=self.random_state,
+        )
+
+    def _declared_size(self) -> int:
+        size = self.public_size
+        if size is None and self.schema is not None:
+            size = read_schema(self.schema).public_size
+        if size is None:
+            raise ConfigurationError(
+                "state public_size=, about how many rows there are, as anybody may know it: counted from the rows it "
+                "would tell who is in them"
+            )
+        return _checks.whole("public_size", size)
+
+    def _train(self, rows: Any, targets: Tensor, outputs: int, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        """One private fit; everything is checked before anything is charged."""
+        plan = self.plan()
+        self._say_what_is_unsafe(plan)
+        inputs = self._inputs(rows)
+        if len(inputs) != len(targets):
+            raise DataError(f"there must be one target for each row, got {len(targets)} for {len(inputs)} rows")
+        habits.warn_of_learnt_steps()
+        habits.warn_of_more_fits((inputs,), charged=self.ledger is not None)
+        model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
+        data = TensorDataset(inputs, targets)
+        trainer = Trainer(model, loss, data, plan, callbacks=[average], ledger=self.ledger)
+        result = trainer.fit()
+        if result.reason == "interrupted":
+            raise KeyboardInterrupt(f"the fit was interrupted; its epsilon, {result.epsilon:.3g}, is spent")
+        learnt = copy.deepcopy(model if average.model is None else average.model)
+        self.model_ = learnt.double().eval().requires_grad_(False)  # float64: a row predicts alike in any company
+        self.plan_, self.epsilon_, self.n_iter_ = plan, result.epsilon, result.steps
+        self.privacy_card_ = trainer.privacy_card()
+
+    def statement(self) -> str:
+        """The guarantee of the fitted model in plain English."""
+        check_is_fitted(self)
+        return str(self.privacy_card_["statement"])
+
+    def _say_what_is_unsafe(self, plan: Plan) -> None:
+        size = self._declared_size()
+        if plan.delta >= 1 / size:
+            warnings.warn(
+                f"delta {plan.delta:g} is not below 1/{size}, one over the public size: publishing one row drawn at "
+                f"random would satisfy it. A smaller one: {0.1 / size:.0e}",
+                stacklevel=4,
+            )
+        if plan.seed is not None:
+            warnings.warn(
+                "random_state makes masks and noise repeatable, for research: whoever knows it subtracts the noise. "
+                "Leave it None for data of real people",
+                stacklevel=4,
+            )
+
+    def _model(self, inputs: int, outputs: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[], enabled=self.random_state is not None):
+            if self.random_state is not None:
+                torch.manual_seed(self.random_state)
+            return self._build(inputs, outputs)
+
+    def _build(self, inputs: int, outputs: int) -> nn.Module:
+        raise NotImplementedError
+
+    def _checked_rows(self, rows: Any, reset: bool) -> Any:
+        """The rows as the estimator takes them: a table with a schema, or finite numbers."""
+        if self.schema is not None:
+            if reset:
+                names = [column.name for column in read_schema(self.schema).columns]
+                self.feature_names_in_, self.n_features_in_ = np.array(names, dtype=object), len(names)
+            return rows
+        return validate_data(self, rows, dtype=np.float64, reset=reset)
+
+    def _inputs(self, rows: Any) -> Tensor:
+        if self.schema is not None:
+            if self.bounds is not None:
+                raise ConfigurationError("give bounds= or schema=, whose columns have theirs, not both")
+            return by_schema(rows, self.schema)
+        if self.bounds is None:
+            raise ConfigurationError(
+                "declare bounds=(low, high), one pair for all features or one for each, or schema= for a table: "
+                "features are clipped to them, and read off the data they would tell who is in it"
+            )
+        return scaled(rows, *declared_bounds("bounds", self.bounds, rows.shape[1]))
+
+    def _outputs(self, rows: Any) -> NDArray[np.float64]:
+        check_is_fitted(self)
+        inputs = self._inputs(self._checked_rows(rows, reset=False))
+        with torch.no_grad():
+            return np.asarray(self.model_(inputs.double()).numpy())
+
+    def __sklearn_clone__(self) -> "_Private":
+        """A copy that is not fitted and keeps to the same ledger, which is one book however many write in it."""
+        given = {
+            name: value if name == "ledger" else clone(value, safe=False)
+            for name, value in self.get_params(deep=False).items()
+        }
+        return type(self)(**given)
+
+    def __getstate__(self) -> Any:
+        if isinstance(self.ledger, Ledger):
+            raise ConfigurationError(
+                "an open ledger cannot be pickled, and without it the copy would spend unseen: give a function that "
+                f"opens it, ledger=functools.partial(fodp.Ledger, {str(self.ledger.path)!r}, dataset=...)"
+            )
+        return super().__getstate__()
+
+
+class _PublicScore:
+    """Stands before scikit-learn's own `score`."""
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """The score on rows that are public; a score on private rows is private, and no ε covers it."""
+        assert isinstance(self, _Private)
+        check_is_fitted(self)
+        habits.warn_of_private_score(self._inputs(self._checked_rows(X, reset=False)))
+        return float(super().score(X, y, sample_weight=sample_weight))  # type: ignore[misc]
+
+
+class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignore[misc]
+    """A neural network that learns classes with (ε, δ)-differential privacy.
+
+    Every number of the fit is declared here and public: none may be computed from the rows. Features are clipped to
+    `bounds` (one pair for all, or one for each) or turned into inputs by a public `schema` (a table as a DataFrame), so
+    that no scaler is fitted. Without `random_state` masks and noise come from the operating system. The model that is
+    kept is the average over the second half of the fit, which costs no ε.
+
+    Args:
+        epsilon, delta: what the fit may spend; the noise is calibrated to it.
+        public_size: about how many rows there are, known without counting them; with a schema it may stand there.
+        classes: the labels that may occur, or how many (0 to classes - 1).
+        bounds: (low, high) of the features, or one pair for each.
+        schema: for tables, columns with bounds or values (docs/your-data.md), a dictionary or a .toml or .json file.
+        hidden: the sizes of hidden layers; or `model(inputs, outputs)`, which returns a torch.nn.Module.
+        epochs, sampling_rate, clip_norm, lr, method, params: of the plan; the defaults need no tuning.
+        ledger: a `fodp.Ledger`, or a function that opens one, in which every fit is charged.
+        random_state: for research; None for data of real people.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = np.random.default_rng(0).uniform(-1, 1, (500, 2))
+        >>> model = PrivateClassifier(epsilon=4, delta=1e-5, public_size=500, classes=2, bounds=(-1, 1))
+        >>> model.fit(rows, rows[:, 0] > 0).predict(rows[:3]).shape
+        (3,)
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        public_size: int | None = None,
+        classes: Any = None,
+        bounds: Any = None,
+        schema: PublicSchema | None = None,
+        hidden: Sequence[int] | Build = (64,),
+        epochs: float = 50,
+        sampling_rate: float | None = None,
+        clip_norm: float = 1.0,
+        lr: float = 1.0,
+        method: str = "fo-dp-sgd",
+        params: Mapping[str, Any] | None = None,
+        ledger: Ledger | Callable[[], Ledger] | None = None,
+        random_state: int | None = None,
+    ):
+        self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
+        self.bounds, self.schema, self.hidden = bounds, schema, hidden
+        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+
+    def fit(self, X: Any, y: Any) -> "PrivateClassifier":
+        """Train privately, once. Labels outside of the declared classes are refused before anything is charged."""
+        habits.refuse_searches()
+        X = self._checked_rows(X, reset=True)
+        _refuse_no_target(self, y)
+        labels = column_or_1d(y, warn=True)
+        check_classification_targets(labels)
+        classes = self._declared_classes()
+        places = _places(labels, classes)
+        self.classes_ = classes
+        self._train(X, torch.from_numpy(places), len(classes), cross_entropy)
+        return self
+
+    def _build(self, inputs: int, outputs: int) -> nn.Module:
+        return _network(self.hidden, inputs, outputs)
+
+    def _declared_classes(self) -> NDArray[Any]:
+        classes = self.classes
+        if classes is None:
+            raise ConfigurationError(
+                "declare classes=, the labels that may occur or how many there are (0, 1, ...): read off the data "
+                "they would tell which ones are in it"
+            )
+        if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
+            return np.arange(_checks.whole("classes", classes, minimum=2))
+        labels = np.asarray(classes)
+        if labels.ndim != 1 or len(labels) < 2 or len(np.unique(labels)) < len(labels):
+            raise ConfigurationError(f"classes must be two or more different labels, got {shown(classes)}")
+        return np.sort(labels)
+
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """The model's probabilities, one column for each of `classes_`."""
+        return functional.softmax(torch.from_numpy(self._outputs(X)), dim=1).numpy()
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The most probable of `classes_` for each row."""
+        outputs = self._outputs(X)
+        return np.asarray(self.classes_[outputs.argmax(axis=1)])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = self.random_state is None
+        return tags
+
+
+class PrivateLogisticRegression(PrivateClassifier):
+    """Logistic regression with (ε, δ)-differential privacy: `PrivateClassifier` with one layer that begins at zero.
+
+    With few rows or a small ε it is often better than a network, which has more parameters to add noise to. After a fit
+    with `bounds`, `coef_` and `intercept_` are those of the features as they came, within their bounds.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        public_size: int | None = None,
+        classes: Any = None,
+        bounds: Any = None,
+        schema: PublicSchema | None = None,
+        epochs: float = 50,
+        sampling_rate: float | None = None,
+        clip_norm: float = 1.0,
+        lr: float = 2.0,
+        method: str = "fo-dp-sgd",
+        params: Mapping[str, Any] | None = None,
+        ledger: Ledger | Callable[[], Ledger] | None = None,
+        random_state: int | None = None,
+    ):
+        self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
+        self.bounds, self.schema = bounds, schema
+        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+
+    def fit(self, X: Any, y: Any) -> "PrivateLogisticRegression":
+        """Train privately, once. Labels outside of the declared classes are refused before anything is charged."""
+        super().fit(X, y)
+        if self.schema is None:
+            lows, highs = declared_bounds("bounds", self.bounds, self.n_features_in_)
+            weight, bias = (part.numpy() for part in self.model_.parameters())
+            self.coef_ = weight * 2 / (highs - lows)
+            self.intercept_ = bias - weight.sum(axis=1) - self.coef_ @ lows
+        return self
+
+    def _build(self, inputs: int, outputs: int) -> nn.Module:
+        layer = nn.Linear(inputs, outputs)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+
+class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[misc]
+    """A neural network that learns a number with (ε, δ)-differential privacy.
+
+    As `PrivateClassifier`, with `target_bounds` (low, high) instead of classes: what may be predicted. Targets are
+    clipped to them, and the loss is Huber's, which keeps the gradient of a far-off row short.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        public_size: int | None = None,
+        target_bounds: tuple[float, float] | None = None,
+        bounds: Any = None,
+        schema: PublicSchema | None = None,
+        hidden: Sequence[int] | Build = (64,),
+        epochs: float = 50,
+        sampling_rate: float | None = None,
+        clip_norm: float = 1.0,
+        lr: float = 0.5,
+        method: str = "fo-dp-sgd",
+        params: Mapping[str, Any] | None = None,
+        ledger: Ledger | Callable[[], Ledger] | None = None,
+        random_state: int | None = None,
+    ):
+        self.epsilon, self.delta, self.public_size, self.target_bounds = epsilon, delta, public_size, target_bounds
+        self.bounds, self.schema, self.hidden = bounds, schema, hidden
+        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+
+    def fit(self, X: Any, y: Any) -> "PrivateRegressor":
+        """Train privately, once. Targets are clipped to their declared bounds."""
+        habits.refuse_searches()
+        X = self._checked_rows(X, reset=True)
+        if self.target_bounds is None:
+            raise ConfigurationError(
+                "declare target_bounds=(low, high), between which what is predicted lies: targets are clipped to them"
+            )
+        _refuse_no_target(self, y)
+        targets = column_or_1d(y, dtype=np.float64, warn=True)
+        if not np.isfinite(targets).all():
+            raise DataError("the targets have NaN or infinity among them: mend or drop those rows")
+        lows, highs = declared_bounds("target_bounds", self.target_bounds, 1)
+        self._train(X, scaled(targets[:, None], lows, highs)[:, 0], 1, _huber)
+        return self
+
+    def _build(self, inputs: int, outputs: int) -> nn.Module:
+        return _network(self.hidden, inputs, outputs)
+
+    def predict(self, X: Any) -> NDArray[np.float64]:
+        """A number within the declared bounds for each row."""
+        low, high = np.asarray(self.target_bounds, dtype=np.float64)
+        return (self._outputs(X)[:, 0].clip(-1, 1) + 1) / 2 * (high - low) + low
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = self.random_state is None
+        return tags
+
+
+def _refuse_no_target(estimator: _Private, y: Any) -> None:
+    if y is None:
+        raise DataError(f"{type(estimator).__name__} requires y to be passed, but the target y is None")
+
+
+def _huber(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return functional.huber_loss(model(inputs).flatten(), targets, reduction="none", delta=0.25)
+
+
+def _network(hidden: Sequence[int] | Build, inputs: int, outputs: int) -> nn.Module:
+    """Tanh layers: bounded activations keep per-example gradients short."""
+    if callable(hidden):
+        model = hidden(inputs, outputs)
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"hidden(inputs, outputs) must return a torch.nn.Module, got {shown(model)}")
+        return copy.deepcopy(model)  # a second fit must not go on from the first, under the epsilon of one
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(inputs, _checks.whole("a size in hidden", size)), nn.Tanh()]
+        inputs = int(size)
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def _places(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
+    """The place of each label among the declared classes."""
+    known = {label: place for place, label in enumerate(classes.tolist())}
+    places = np.array([known.get(label, -1) for label in labels.tolist()], dtype=np.int64)
+    if (places < 0).any():
+        raise DataError(
+            f"{int((places < 0).sum())} labels are none of the declared classes {shown(classes.tolist())}: mend them, "
+            "or declare all labels that may occur"
+        )
+    return places

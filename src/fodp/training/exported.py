@@ -1,0 +1,98 @@
+"""A published model: what a file of `fodp export` holds beside the weights, and how to predict with it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fodp._checks import DataError
+from fodp.data.arrays import normalise_
+from fodp.data.cards import Card
+from fodp.data.models import MODELS, build
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model with its public card: `scores` and `predict` take data as it was before training prepared it.
+
+    That is a table (the path of a `.csv`, a DataFrame or a dictionary of columns; the target may be left out), or an
+    array of examples with channels first.
+    """
+
+    model: nn.Module
+    data: Card
+    privacy: dict[str, str]
+
+    def scores(self, inputs: Any) -> Tensor:
+        """The model's outputs, one row per example: a score per class, or a number between -1 and 1."""
+        if self.data.schema is not None:
+            from fodp.data.tables import encode_inputs
+
+            prepared = encode_inputs(inputs, self.data)
+        else:
+            prepared = normalise_(torch.tensor(np.asarray(inputs), dtype=torch.float32), self.data)
+        self.model.eval()
+        with torch.inference_mode():
+            return self.model(prepared)
+
+    def predict(self, inputs: Any) -> list[Any]:
+        """For each example the class (by its name, if classes have names) or the number, in the target's own unit."""
+        scores = self.scores(inputs)
+        if self.data.target_bounds is not None:
+            low, high = self.data.target_bounds
+            return [low + (value + 1) / 2 * (high - low) for value in scores.flatten().tolist()]
+        names, classes = self.data.class_names, scores.argmax(dim=1).tolist()
+        return classes if names is None else [names[number] for number in classes]
+
+
+def load_exported(file: str | Path, model: Callable[..., nn.Module] | None = None) -> Exported:
+    """Read a file of `fodp export`, ready to predict. No code of the file is run.
+
+    `model` is your own function that built the model, if it was not one of fodp's; it is called with `classes` and
+    `shape` as far as it accepts them.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            card: dict[str, str] = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        data = Card(**json.loads(card["data"]))
+        name = card["model"]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as a file of `fodp export` ({error}): export the run again") from None
+    if name not in MODELS and model is None:
+        raise DataError(f"{file} holds a model of {name}: import that function and give it as model=")
+    built = build(name if model is None else model, data)
+    try:
+        built.load_state_dict(weights)
+    except RuntimeError as error:
+        raise DataError(f"the weights in {file} are of another model ({str(error).splitlines()[0]})") from None
+    return Exported(built, data, {key: value for key, value in card.items() if key not in ("data", "loader")})
+
+
+def prediction_notes(model: Any, code: Any, card: Any, file: str) -> dict[str, str]:
+    """What predicting takes, as texts for a file's metadata: the model, the public card of its data, how to load it."""
+    data = Card(**card)
+    return {"model": str(model), "data": json.dumps(asdict(data)), "loader": _loader(str(code), data, file)}
+
+
+def _loader(code: str, data: Card, file: str) -> str:
+    """Python that loads the model and predicts: with PyTorch and safetensors alone, unless the data is a table."""
+    if data.schema is not None:
+        return (
+            f"import fodp\nexported = fodp.load_exported({file!r})\npredict = exported.predict  # of a .csv or frame\n"
+        )
+    sides = ", ".join(["-1", *["1"] * (len(data.shape) - 1)])
+    mean, std = (f"torch.tensor({list(constants)}).view({sides})" for constants in (data.mean, data.std))
+    return (
+        "import torch\nfrom safetensors.torch import load_file\nfrom torch import nn\n"
+        f"{code}\n"
+        f"model.load_state_dict(load_file({file!r}))\n"
+        f"predict = lambda examples: model.eval()((examples.float() / {data.scale} - {mean}) / {std})"
+        f"  # of shape (n, {', '.join(map(str, data.shape))})\n"
+    )

@@ -1,0 +1,406 @@
+"""For people who own their loop: model, optimizer and loop stay as they are, the step becomes private.
+
+Hooks record what the owner's forward and backward pass compute anyway. When `optimizer.step()` is called,
+the per-example gradients in there are clipped, summed and released by the plan's method, and only the
+release reaches `.grad`, where the real optimizer finds it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fodp import _checks
+from fodp._checks import BudgetError, ConfigurationError
+from fodp.clipping.buffers import KeptState
+from fodp.clipping.engine import HERE, Points
+from fodp.clipping.gradients import Gradients
+from fodp.clipping.layout import GradientBuffer
+from fodp.clipping.padding import LOTS_COMPARED
+from fodp.draws import Source
+from fodp.ledger import Account, Ledger
+from fodp.plan import Plan
+from fodp.prefetching import workers_for
+from fodp.ranks import refuse_other_group
+from fodp.run import Run
+from fodp.sampling import Collate, Fetcher, Lot
+from fodp.training.bookkeeping import open_account
+from fodp.training.finite import refuse_non_finite
+from fodp.training.fitting import fitting_optimizer
+from fodp.training.padding import compare_alone
+from fodp.training.parts import LotParts, blocks_of
+from fodp.training.recorder import LOOP, TRAINER, Recorder
+from fodp.training.rehearsal import refuse_hooks
+from fodp.training.resuming import LoopKeeper
+
+# Modules and optimizers that are private already.
+_taken: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    plan: Plan,
+    *,
+    loss_reduction: str = "mean",
+    collate_fn: Collate | None = None,
+    ledger: Ledger | None = None,
+    allow_non_finite: bool = False,
+    microbatch: int | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    scheduler: LRScheduler | None = None,
+    resume: str | Path | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer, "PrivateLoader"]:
+    """Make the training loop that you wrote yourself private; returns model, optimizer and a loader.
+
+    Model and optimizer are the objects you gave, so schedulers, parameter groups and frozen layers act as
+    ever. The loader hands out exactly `plan.steps` Poisson lots. Do one forward pass of the whole batch
+    through `model(...)`, one backward and one `optimizer.step()` for each, also for empty lots: their mean
+    loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
+    the release divided by L; between backward and step it holds nothing.
+
+    Guarantee: the parameters after any step that was fixed beforehand are (ε, δ)-differentially private with
+    ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
+    provided that the model is fed the loader's batch and the loss is the declared reduction ("mean" over the
+    lot's examples, or "sum") of losses that depend on one example each. Nobody can see that from here: a loss
+    that couples examples (contrastive losses, class weights with a mean, a mean over tokens of unequal
+    counts), a wrongly declared reduction or a rescaled loss (GradScaler) cannot be detected and void the
+    guarantee. `fodp.Trainer` takes one loss per example and checks it. Batches, their sizes and losses
+    stay private: publish none of them.
+
+    `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. A loop that
+    ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
+    that another process needs to go on with `make_private(..., resume=path)`; see `PrivateLoader.save`.
+
+    With `microbatch`, for lots larger than memory, the loader hands out lots in parts of at most that many records: one
+    backward for each part (`for lot in loader: for batch in lot:`), then one `optimizer.step()`; see `LotParts`.
+    `num_workers` processes read lots ahead, with `pin_memory` for an accelerator; the run is the same.
+    `collate_fn(records)` makes a batch of a list of records, and is never given an empty list. A `scheduler` is saved
+    and restored with the loop; you step it.
+    Data of tensors that is not finite is refused; `allow_non_finite` takes it, and an example without a finite gradient
+    counts as zero.
+
+    For methods that want one gradient per step, and for layers with a rule (`fodp.register_rule` adds some): what else
+    there is is refused with a message that names the Trainer, and so is misuse, before anything is released.
+    On the first lot of two or more examples the model is compared with itself on one example at a time.
+
+    Example:
+        >>> import torch
+        >>> from fodp import Plan
+        >>> from fodp import make_private
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> plan = Plan(sampling_rate=0.1, steps=5, lot_size=10, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+        >>> model, optimizer, loader = make_private(model, optimizer, data, plan)
+        >>> for inputs, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> loader.epsilon() == plan.epsilon()
+        True
+    """
+    _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    if plan.unit == "person":
+        raise ConfigurationError(
+            "a loop of your own releases sums over records, and the plan's unit is a person, whose records are summed "
+            f"before they are clipped: {TRAINER}"
+        )
+    method = plan.algorithm
+    if method.owns_optimizer or method.has_acceptance_test:
+        raise ConfigurationError(
+            f"{method.name} with these params brings its own update and cannot take yours: {TRAINER}"
+        )
+    if any(len(phase.events) != 1 for phase in plan.events()):
+        raise ConfigurationError(f"{method.name} draws more than one lot in a step: {TRAINER}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
+    if any(part in _taken for part in (optimizer, *model.modules())):
+        raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
+    recorder = Recorder(model, loss_reduction == "mean")
+    run = _LoopRun(
+        model,
+        optimizer,
+        dataset,
+        plan,
+        recorder,
+        collate_fn,
+        microbatch,
+        workers_for(num_workers, pin_memory),
+        pin_memory,
+    )
+    fitting_optimizer(run, optimizer)
+    if not allow_non_finite:
+        refuse_non_finite(dataset)
+    refuse_hooks(model)
+    if run.ranks.count > 1 and (resume is not None or microbatch is not None):
+        raise ConfigurationError(
+            "a loop of your own is resumed, and takes lots in parts, in one process: use the Trainer, which knows ranks"
+        )
+    keeper = LoopKeeper(run, model, optimizer, scheduler, dataset, ledger if run.ranks.is_first else None)
+    if resume is not None:
+        keeper.resume(Path(resume))
+    elif ledger is not None and run.ranks.is_first:
+        run.account = open_account(ledger, keeper.run_id, plan, plan.steps, dataset)
+    return model, optimizer, PrivateLoader(run, keeper)
+
+
+class PrivateLoader:
+    """The plan's Poisson lots as batches: one pass over it is the whole run, empty lots included.
+
+    Each lot must be stepped before the next one is drawn. A loop that ends early may be taken up again (cut
+    epochs with `itertools.islice`); after the last step there is nothing more to draw.
+    """
+
+    def __init__(self, run: "_LoopRun", keeper: LoopKeeper):
+        self._run, self._keeper = run, keeper
+        self._detach = run.attach()
+
+    def __len__(self) -> int:
+        return self._run.plan.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._run.refuse_spent()
+        return self._lots()
+
+    def _lots(self) -> Iterator[Any]:
+        while self._run.step < len(self):
+            yield self._run.next_batch()
+
+    @property
+    def step(self) -> int:
+        """How many of the plan's steps have been taken."""
+        return self._run.step
+
+    @property
+    def lost_steps(self) -> int:
+        """How many steps were used after the file that the loop went on from: charged, and without effect."""
+        return self._keeper.lost_steps
+
+    def save(self, path: str | Path) -> None:
+        """Write down, between two steps, what another process needs to go on: model, optimizer, position, ledger.
+
+        `make_private` with the same arguments and `resume=path` goes on from there. Seeded: bit for bit, and nothing is
+        charged twice. Secure: with fresh randomness, and with the ledger only, which knows the steps that were used
+        after the file was written; they are lost, and the loop is that much shorter. The file holds no private
+        quantity and, in secure mode, no key.
+        """
+        self._run.refuse_lot_in_hand()
+        if self._run.ranks.is_first:
+            self._keeper.save(Path(path))
+
+    def epsilon(self, *, delta: float | None = None) -> float:
+        """ε at δ of the steps taken so far. Reading changes nothing.
+
+        It is the run's ε if the loop was to end there before it began; if it ends because of what was seen, that is
+        `plan.epsilon()`.
+        """
+        return self._run.plan.epsilon(delta=delta, steps=self._run.step)
+
+    def close(self) -> None:
+        """End the run and give model and optimizer back without hooks. What they learn then is not private."""
+        self._detach()
+
+
+class _LoopRun(Run):
+    """A run that draws when the loader is asked and steps when the owner's optimizer does."""
+
+    engine: Recorder
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        plan: Plan,
+        recorder: Recorder,
+        collate_fn: Collate | None,
+        microbatch: int | None,
+        workers: int,
+        pin_memory: bool,
+    ):
+        super().__init__(model, recorder.loss_fn, dataset, plan, microbatch=microbatch)
+        self.engine = recorder
+        self._batches, self._collates = Fetcher(dataset, collate_fn), collate_fn is not None
+        self._ahead = self._read_ahead(self._batches, workers, pin_memory)
+        self._blocks = None if microbatch is None else blocks_of(self)
+        # The method's questions are answered from the records: of a lot they need to know its length only.
+        self._fetcher = Fetcher((torch.zeros(1, dtype=torch.int64).expand(self._batches.size),))
+        self._model, self._optimizer, self._buffers = model, optimizer, KeptState(model, ())
+        self._closed = self._stepping = False
+        self._drawn: Lot | None = None  # the lot in the owner's hands
+        self._parts: LotParts | None = None  # and its parts, if it has any
+        self.account: Account | None = None
+
+    def refuse_spent(self) -> None:
+        """Raise when there is nothing more to draw."""
+        if self.step >= self.plan.steps:
+            raise ConfigurationError(
+                f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
+                "longer one needs another plan"
+            )
+        if self._closed:
+            raise ConfigurationError("this loader is closed: call make_private again, with a plan of its own")
+
+    def next_batch(self) -> Any:
+        """Draw the next step's lot, once the last one was stepped."""
+        self.refuse_spent()
+        refuse_other_group(self.ranks)
+        refuse_hooks(self._model)
+        if self._drawn is not None:
+            raise ConfigurationError(
+                f"the lot of step {self.step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
+                f"for it ({LOOP}; to end a loop early use itertools.islice)"
+            )
+        account = self.account  # of several ranks the first one has it
+        if not self.ranks.number(lambda: float(account is None or account.covers(self.step))):
+            raise BudgetError(
+                f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
+            )
+        self._begin()
+        self._buffers = KeptState(self._model, (), self._parameters)
+        lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
+        if self._microbatch is None:
+            return self.hand_out_part(lot, lot, torch.arange(len(lot.indices)))
+        self._parts = LotParts(self, lot, self._microbatch, self._blocks)
+        return self._parts
+
+    def hand_out_part(self, lot: Lot, part: Lot, places: torch.Tensor) -> Any:
+        """The batch of a part of the lot, or of all of it; from here on the model is listened to."""
+        try:
+            source = Source(self.streams, self.step, lot.name)
+            batch = self._read(self._batches, lot, source, places)
+            self.engine.look_again = self._looks_again()
+            looks = self._collates and (self._lots_compared < LOTS_COMPARED or self.engine.look_again)
+            self._lots_compared += looks and len(part.indices) > 1  # one record alone tells nothing
+            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)
+        except BaseException:
+            self.abandon_lot()
+            raise
+        return batch
+
+    def abandon_lot(self) -> None:
+        """The lot broke off: its step is over, and its mask is never used again."""
+        self._forget_lot()
+        self.step += 1
+
+    def part_gradients(self, part: Lot, lot: Lot, blocks: Sequence[float] | None) -> Gradients:
+        """The gradients of a part of the lot, from what its passes have recorded."""
+        return self._asked((part.indices,), lot, blocks=blocks)
+
+    def holds(self, parts: LotParts) -> bool:
+        """Whether these are the parts of the lot in the owner's hands."""
+        return self._parts is parts
+
+    def refuse_lot_in_hand(self) -> None:
+        """Raise if a lot was drawn and not stepped: what is saved then would draw it a second time."""
+        if self._drawn is not None or self._closed:
+            raise ConfigurationError(
+                "save between two steps: after optimizer.step(), before the loader is asked for the next lot, and "
+                "before close()"
+            )
+
+    def _forget_lot(self) -> None:
+        self._drawn = self._parts = None
+        self.engine.start(None)
+
+    def draw(self, rate: float | None = None, name: str = "") -> Lot:
+        """The lot in the owner's hands."""
+        lot = self._drawn
+        if lot is None or self._lots:
+            raise ConfigurationError(f"{self.plan.method} draws more than one lot in a step: {TRAINER}")
+        if lot.rate != (self._sampler.rate if rate is None else rate):
+            raise ConfigurationError(f"{self.plan.method} draws at another rate than it promised: {TRAINER}")
+        self._lots.append(lot)
+        self._spent.append(None)
+        return lot
+
+    def gradients(
+        self, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
+    ) -> Gradients:
+        """The lot's per-example gradients, where the owner's backward pass computed them."""
+        if len(at) != 1 or at[0][0] != 1 or at[0][1] is not None or ascent:
+            raise ConfigurationError(f"{self.plan.method} wants gradients at other points than the model's: {TRAINER}")
+        if self._parts is not None:
+            self._place(lot)  # of this step
+            return self._parts.gradients(blocks)
+        return super().gradients(lot, blocks=blocks)
+
+    def attach(self) -> Callable[[], None]:
+        """Listen to model and optimizer; returns what ends it."""
+
+        def before_step(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._stepping and self._drawn is None:
+                return  # an optimizer whose step() calls that of its parent class
+            if any(value is not None for value in (*args[1:], *kwargs.values())):
+                raise ConfigurationError(
+                    f"optimizer.step() takes no closure here, whose gradients would not be private: {LOOP}"
+                )
+            self._private_step()
+            self._stepping = True
+
+        def after_step(*_: Any) -> None:
+            self._stepping = False
+
+        handles = [*self.engine.listen(), self._optimizer.register_step_pre_hook(before_step)]
+        handles.append(self._optimizer.register_step_post_hook(after_step))
+        parts = (self._optimizer, *self._model.modules())
+        _taken.update(parts)
+
+        def detach() -> None:
+            if self.account is not None and not self._closed:
+                self.account.settle(self.step)
+            stepped, self._closed = self._drawn is None, True
+            self._forget_lot()
+            self.close_workers()
+            for handle in handles:
+                handle.remove()
+            _taken.difference_update(parts)
+            if not stepped:  # a lot that the model may have seen, and no step to look at what it has kept
+                self._buffers.refuse_changes()
+
+        return detach
+
+    def _private_step(self) -> None:
+        """Everything is checked before anything is released; then `.grad` is the release over L."""
+        if self._drawn is None:
+            raise ConfigurationError(
+                "optimizer.step() without a lot: take batches from the loader that make_private returned, one step "
+                "each; other loaders do not sample as the accountant assumes, so nothing would be private"
+            )
+        self._refuse_changes()
+        self._buffers.refuse_changes()
+        if self._parts is None:
+            self.engine.refuse_incomplete()
+        else:
+            self._parts.finish()
+        try:
+            released = self.take_step()
+        finally:
+            self._forget_lot()  # also of a step that broke off, which is over
+        # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
+        GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
+        self.method.tune(self._optimizer, self, self.state)
+        if self.step == self.plan.steps:
+            self.close_workers()
+            if self.account is not None:
+                self.account.settle(self.step)
+
+    def _refuse_changes(self) -> None:
+        """Model and optimizer must still hold what they held when they were made private."""
+        trainable = [id(p) for p in self._model.parameters() if p.requires_grad]
+        if trainable != [id(p) for p in self.engine.layout.parameters]:
+            raise ConfigurationError(
+                "the trainable parameters changed after make_private: add, freeze and unfreeze layers before it"
+            )
+        fitting_optimizer(self, self._optimizer)
+        for parameter in self._model.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # frozen is frozen, whatever was left there

@@ -1,0 +1,204 @@
+"""A run holds what its whole plan costs: runs do not starve each other, and everybody sees who holds what."""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+
+import fodp
+from fodp.accounting import Event, Phase
+from fodp.cli.main import main
+from fodp.ledger import Ledger
+from fodp.ledger.card import card, faults, summary
+
+PHASES = (Phase((Event(1.0, 35.0),), 100),)
+BUDGET = (1.0, 1e-5)
+
+
+def named(tmp_path, **options):
+    return Ledger(tmp_path / "l.sqlite", dataset="people", budget=BUDGET, **options)
+
+
+@pytest.mark.fault(
+    "other runs want the budget that a run counts on",
+    happens="a run holds what its whole plan costs; others are refused before they begin",
+    lost="nothing",
+    costs="what is not used comes back at the end",
+)
+def test_a_run_that_began_is_never_starved(tmp_path):
+    book = named(tmp_path)
+    slow = book.open("slow", PHASES, 50)
+    assert slow.covers(0)
+    with pytest.raises(fodp.PrivacyError, match=r"needs .*Held for steps to come: .*% by .*@.* for run slow since 20"):
+        named(tmp_path).open("greedy", PHASES, 50)
+    number = 0
+    while book.left("people") * book.budget("people").capacity > book.budget("people").costs(PHASES)[1]:
+        named(tmp_path).open(f"small {number}", PHASES, 1).settle(1)
+        number += 1
+    assert number > 5
+    assert all(slow.covers(step) for step in range(50))
+    slow.settle(50)
+    assert faults(book) == []
+
+
+def test_what_was_held_and_not_used_comes_back_at_the_end(tmp_path):
+    book = named(tmp_path)
+    account = book.open("a", PHASES, 60)
+    whole = book.left("people")
+    assert account.covers(0)
+    assert book.left("people") == pytest.approx(whole)
+    assert [hold.run for hold in book.holds("people")] == ["a"]
+    account.settle(10)
+    assert book.holds("people") == []
+    assert book.left("people") > whole + 0.3
+    again = book.open("a", PHASES, 60)  # resumed: held again
+    assert book.left("people") == pytest.approx(whole)
+    again.settle(10)
+    assert faults(book) == []
+
+
+def test_an_exactly_filled_budget_lets_its_run_take_every_step(tmp_path):
+    book = named(tmp_path)
+    book.open("first", PHASES, 3).settle(3)
+    capacity = book.budget("people").capacity
+    steps = int(book.left("people") * capacity / book.budget("people").costs(PHASES)[1])
+    account = book.open("rest", PHASES, steps)
+    assert all(account.covers(step) for step in range(steps))
+
+
+@pytest.mark.fault(
+    "a dead run still holds budget",
+    happens="`fodp ledger release` gives it back",
+    lost="nothing",
+    costs="its used steps stay charged",
+)
+def test_a_dead_run_gives_back_by_hand_what_it_did_not_use(tmp_path, capsys):
+    book = named(tmp_path)
+    account = book.open("dead0123456789", PHASES, 60)
+    assert account.covers(0)
+    held = book.left("people")
+    (record,) = summary(book)
+    assert record["budget"]["held"] > 0.3
+    assert "held by runs that have not ended" in card(record)
+    path = str(tmp_path / "l.sqlite")
+    assert main(["ledger", "show", path]) == 0
+    assert "held" in capsys.readouterr().out
+    assert main(["ledger", "release", path, "dead"]) == 0
+    assert "is given back" in capsys.readouterr().out
+    assert named(tmp_path).left("people") > held + 0.3
+    assert book.steps("dead0123456789") == 1
+    assert main(["ledger", "release", path, "dead"]) == 2
+    assert "holds anything" in capsys.readouterr().err
+    assert main(["ledger", "check", path]) == 0
+
+
+def test_a_released_run_that_lives_goes_on_while_there_is_room(tmp_path):
+    book = named(tmp_path)
+    account = book.open("a", PHASES, 60)
+    book.release("a")
+    other = book.open("b", PHASES, 50)
+    steps = [account.covers(step) for step in range(60)]
+    assert steps[0]
+    assert not steps[-1]
+    assert all(other.covers(step) for step in range(50))
+    assert faults(book) == []
+
+
+class TestWaiting:
+    @pytest.mark.fault(
+        "no room in the budget now, perhaps later",
+        happens="`--wait` waits and says for whom",
+        lost="nothing",
+        costs="time",
+    )
+    def test_for_what_others_give_back(self, tmp_path):
+        first = named(tmp_path).open("a", PHASES, 60)
+        assert first.covers(0)
+        said = []
+        waiting = named(tmp_path, wait=30.0)
+        waiting.tell_waiting(said.append)
+        opened = []
+        thread = threading.Thread(target=lambda: opened.append(waiting.open("b", PHASES, 60)))
+        thread.start()
+        time.sleep(0.5)
+        assert not opened
+        first.settle(1)
+        thread.join(timeout=20)
+        assert opened
+        assert len(said) == 1
+        assert "waiting for room" in said[0]
+
+    def test_not_for_what_will_never_fit(self, tmp_path):
+        book = named(tmp_path)
+        account = book.open("a", PHASES, 60)
+        assert all(account.covers(step) for step in range(60))
+        account.settle(60)
+        began = time.monotonic()
+        with pytest.raises(fodp.PrivacyError, match="left and this needs"):
+            named(tmp_path, wait=60.0).open("b", PHASES, 60)
+        assert time.monotonic() - began < 5
+
+    def test_not_for_ever(self, tmp_path):
+        named(tmp_path).open("a", PHASES, 60)
+        with pytest.raises(fodp.PrivacyError, match="Held for steps to come"):
+            named(tmp_path, wait=0.3).open("b", PHASES, 60)
+        with pytest.raises(fodp.PrivacyError, match="wait"):
+            named(tmp_path, wait=-1)
+
+    def test_by_the_command(self, tmp_path, capsys):
+        quick = ["--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
+        words = ["train", *quick, "--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
+        book = named(tmp_path)
+        book.open("to fix the budget", PHASES, 1).settle(0)
+        budget = book.budget("people")
+        steps = int(budget.capacity / budget.costs(PHASES)[1])
+        account = book.open("a", (Phase(PHASES[0].events, steps),), steps)
+        assert main([*words, "--out", str(tmp_path / "b")]) == 2
+        assert "Held for steps to come" in capsys.readouterr().err
+        assert not (tmp_path / "b").exists()
+        threading.Timer(1.0, lambda: account.settle(1)).start()
+        assert main([*words, "--out", str(tmp_path / "b"), "--wait"]) == 0
+        assert "waiting for room" in capsys.readouterr().err
+
+
+def _train(path, start, results, name, wait):
+    start.wait()
+    try:
+        book = Ledger(path, dataset="people", budget=BUDGET, wait=wait)
+        account = book.open(name, PHASES, 15)
+    except fodp.PrivacyError as error:
+        results.put((name, -1 if "left and this needs" in str(error) else str(error)))
+        return
+    taken = 0
+    while taken < 15 and account.covers(taken):
+        taken += 1
+        time.sleep(0.001)
+    account.settle(taken)
+    results.put((name, taken))
+
+
+@pytest.mark.rule(17)
+@pytest.mark.fault(
+    "many processes on one budget",
+    happens="those that begin come to their end, the others are refused before they begin",
+    lost="nothing",
+    costs="nothing",
+)
+def test_of_many_processes_those_that_begin_end_and_the_others_never_begin(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    start, results = fork.Event(), fork.Queue()
+    racers = [
+        fork.Process(target=_train, args=(tmp_path / "l.sqlite", start, results, f"run {n}", 0.0)) for n in range(20)
+    ]
+    for racer in racers:
+        racer.start()
+    start.set()
+    outcomes = dict(results.get(timeout=60) for _ in racers)
+    for racer in racers:
+        racer.join()
+    assert set(outcomes.values()) == {15, -1}, outcomes  # all of it, or nothing
+    book = named(tmp_path)
+    fitting = int(book.budget("people").capacity / book.budget("people").costs(PHASES)[15])
+    assert list(outcomes.values()).count(15) == fitting
+    assert faults(book) == []
