@@ -34,7 +34,9 @@ def test_a_run_that_began_is_never_starved(tmp_path):
         named(tmp_path).open("greedy", PHASES, 50)
     number = 0
     while book.left("people") * book.budget("people").capacity > book.budget("people").costs(PHASES)[1]:
-        named(tmp_path).open(f"small {number}", PHASES, 1).settle(1)
+        small = named(tmp_path).open(f"small {number}", PHASES, 1)
+        assert small.covers(0)  # what was never granted is not charged, and the loop would have no end
+        small.settle(1)
         number += 1
     assert number > 5
     assert all(slow.covers(step) for step in range(50))
