@@ -9,14 +9,14 @@ demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; wr
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
 
 test: $(INSTALLED)  ## create the environment and run the tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 quick: $(INSTALLED)  ## all but the slow tests (tests/slow.txt): before every commit
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench,hf,postgres,sklearn,lightning,opacus,skorch,wandb,mlflow]"
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: lint types test  ## format, lint, types and tests: before you stop
 
