@@ -2,7 +2,7 @@
 
 A profile function watches the calls that write (files, fsync, rename, SQLite's BEGIN, INSERT and COMMIT). Before each
 of them it copies the folder: what a crash at that moment would leave, as no buffer of the process is in the copy. Or it
-fails at the n-th, in a child forked from this warm process. n runs over all, which also covers every moment between two.
+fails at the n-th, in a child forked from this warm process. n runs over all, so every moment between two is covered.
 """
 
 import errno
