@@ -72,7 +72,7 @@ def _data(secret: bytes, dataset: Any, fetcher: Fetcher) -> bytes:
     """Which record is at which place: another order on one rank would give a record two owners, and others none.
 
     Data made of tensors is compared whole up to 256 MB, above that at 65,536 places that nobody can foresee; views of a
-    data set by their indices; and of what must be read record by record, 32 records.
+    data set by their indices; and of what must be read record by record, 32 records (all, if there are no more).
     """
     places = torch.from_numpy(_places(secret, fetcher.size))
     columns = tensor_columns(dataset)
@@ -85,7 +85,8 @@ def _data(secret: bytes, dataset: Any, fetcher: Fetcher) -> bytes:
     if isinstance(dataset, Subset | ConcatDataset):
         view = _hashed(secret, [torch.from_numpy(origins(dataset))])
     seed = int.from_bytes(secret, "little")
-    read = fetcher.records(places[:_RECORDS].clone(), Source(Streams.seeded(seed), 0, "facts"))
+    few = torch.arange(fetcher.size) if fetcher.size <= _RECORDS else places[:_RECORDS].clone()
+    read = fetcher.records(few, Source(Streams.seeded(seed), 0, "facts"))
     return view + _hashed(secret, (part for record in read for part in _parts(record)))
 
 
