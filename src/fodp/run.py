@@ -23,6 +23,7 @@ from fodp.clipping.gradients import Gradients
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
+from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
@@ -104,6 +105,7 @@ class Run:
         if parts.clip is not None:
             shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
             self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
+        self.average = None if parts.average is None else RunningAverage(parts.average)
         self._shape = None if parts.shape is None else parts.shape.weights(self.shapes)
         self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
@@ -465,6 +467,8 @@ class Run:
         )
         # Earlier noise would let a reader take it off: a secure run that is resumed begins anew instead.
         kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
+        if self.average is not None:
+            kept["average"] = self.average.state_views() if views else self.average.state_dict()
         return kept | {
             "method": method,
             "filter": smoothing,
@@ -478,7 +482,7 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average)
         size = self.engine.layout.size
         return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
 
@@ -489,6 +493,8 @@ class Run:
             self._correlated.load_state_dict(state["noise"])
         elif self._correlated is not None:
             self._correlated.forget()
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()

@@ -420,6 +420,23 @@ class TestMutants:
         assert unlisted(saved, checkpoint_list(False, False, callbacks)) == [found]
 
 
+@pytest.mark.rule(12)
+def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
+    plan = fodp.Plan(
+        sampling_rate=0.05, steps=4, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
+        params=dict(average="ema"),
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
+    wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
+    params = {**PARAMS, "average": str}
+    state = {**wanted["state"], "average": {"mean": torch.Tensor, "count": int}}
+    listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}
+    saved = checkpoint.load(tmp_path / "c.pt")
+    assert unlisted(saved, {**listed, "iterate": torch.Tensor}) == []
+    assert saved["state"]["average"]["count"] == 4
+
+
 @pytest.mark.rule(26)
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""

@@ -1,8 +1,8 @@
 """What a private optimizer is: public parameters, promised events, and a step in a few verbs.
 
-Six parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
-adaptive clip norm, clipping by layer, the shape of the query, and public schedules of noise and clip norm
-(`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
+Seven parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
+adaptive clip norm, clipping by layer, the shape of the query, public schedules of noise and clip norm, and an average
+of the iterates (`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
 """
 
 import math
@@ -19,6 +19,7 @@ from fodp._checks import ConfigurationError
 from fodp.accounting import Phase
 from fodp.methods.parts import schedule, shapes
 from fodp.methods.parts.adaptive_clip import Quantile
+from fodp.methods.parts.averages import AVERAGES, Average
 from fodp.methods.parts.filters import FILTERS, Doppler, Fractional, Momentum
 from fodp.methods.parts.layers import PerLayer
 from fodp.methods.parts.rates import AUTO
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from fodp.queries import Query
     from fodp.sampling import Lot
 
-Part = TypeVar("Part", bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape)
+Part = TypeVar(
+    "Part", bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape | Average
+)
 
 # What a flat parameter waits for. Those of a part that was not chosen must be left at their defaults.
 _NEEDS = {
@@ -49,9 +52,13 @@ _NEEDS = {
     "clip_max": "a quantile",
     "layer_shares": "clip='per-layer'",
     "clip_stability": "clip='normalised'",
+    "average_decay": "average='ema'",
+    "average_share": "average='tail'",
+    "average_power": "average='power'",
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
-_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio")
+_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
+          "average", "average_decay", "average_share", "average_power")  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -66,6 +73,7 @@ class Parts:
     schedules: Schedules | None = None
     shape: Shape | None = None
     stability: float | None = None  # of gradients that are all scaled to the clip norm
+    average: Average | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,9 @@ class CommonParams:
         clipping, and the release again), or public numbers of your own, one for each trainable parameter.
     noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
         `clip_schedule` the same on the clip norm.
+    average: of the iterates, what is scored, exported and left in the model when a fit ends: none (the last one), ema
+        (exponential, `average_decay`, with a warm-up), tail (the mean over the last `average_share` of the run) or
+        power (weights that grow as step^`average_power`). Training goes on from the iterate. It costs no ε.
     """
 
     lr: float | str = 0.1
@@ -116,6 +127,10 @@ class CommonParams:
     shape: ShapeChoice = "none"
     width: float = 64.0
     auto_ratio: float = 1.8
+    average: str = "none"
+    average_decay: float = 0.99
+    average_share: float = 0.25
+    average_power: float = 8.0
 
     def __post_init__(self) -> None:
         if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
@@ -123,6 +138,7 @@ class CommonParams:
         _checks.one_of("update", self.update, UPDATES)
         _checks.one_of("filter", self.filter, FILTERS)
         _checks.one_of("clip", self.clip, CLIPPINGS)
+        _checks.one_of("average", self.average, AVERAGES)
         object.__setattr__(self, "shape", shapes.checked(self.shape))
         if _checks.positive("clip_stability", self.clip_stability) and self.clip == "normalised" and self.quantile:
             raise ConfigurationError(
@@ -160,6 +176,7 @@ class CommonParams:
             None if self.noise_schedule is self.clip_schedule is None else self._part(Schedules),
             None if self.shape == "none" else self._part(Shape),
             self.clip_stability if self.clip == "normalised" else None,
+            None if (average := AVERAGES[self.average]) is None else self._part(average),
         )
 
     def _part(self, kind: type[Part], **changes: float) -> Part:
@@ -167,7 +184,8 @@ class CommonParams:
 
     def _refuse_what_would_not_act(self) -> None:
         by_layer = PerLayer if self.clip == "per-layer" else None
-        chosen = (UPDATES[self.update], FILTERS[self.filter], None if self.quantile is None else Quantile, by_layer)
+        clip = None if self.quantile is None else Quantile
+        chosen = (UPDATES[self.update], FILTERS[self.filter], clip, by_layer, AVERAGES[self.average])
         acting = {f.name for kind in chosen if kind is not None for f in fields(kind)}
         acting |= {"clip_stability"} if self.clip == "normalised" else set()
         for name, needed in _NEEDS.items():

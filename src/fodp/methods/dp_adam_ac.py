@@ -66,7 +66,7 @@ class DPAdamAC(DPSGD):
     gradients, and clips sums of micro-batches. Here both follow the released count alone: this private form is
     a reconstruction of ours. Quantile, clip range, band, steps and range of the factor are from a third party's
     implementation; learning rate, smoothing and the clip norm's rate are ours. The published method also evaluates
-    an average of the iterates; use `WeightAverage` for that, with any method.
+    an average of the iterates: set `average="ema"`, as with any method.
     """
 
     name = "dp-adam-ac"

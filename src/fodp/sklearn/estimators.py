@@ -90,8 +90,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         habits.warn_of_learnt_steps()
         habits.warn_of_more_fits((inputs,), charged=self.ledger is not None)
         model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
+        averages = [average] if plan.algorithm.parts.average is None else []  # else the model itself becomes one
         data = TensorDataset(inputs, targets)
-        trainer = Trainer(model, loss, data, plan, callbacks=[average], ledger=self.ledger)
+        trainer = Trainer(model, loss, data, plan, callbacks=averages, ledger=self.ledger)
         result = trainer.fit()
         if result.reason == "interrupted":
             raise KeyboardInterrupt(f"the fit was interrupted; its epsilon, {result.epsilon:.3g}, is spent")

@@ -51,6 +51,8 @@ def snapshot(trainer: "Trainer | LoopKeeper") -> dict[str, Any]:
         "state": trainer.run.state_dict(views=True),
         "metrics": dict(trainer.metrics),
         "callbacks": {name: callback.state_dict() for name, callback in trainer._named_callbacks()},
+        # Where "model" is an average of iterates, which is what may be published: where training goes on from.
+        **({} if trainer._weights.iterate is None else {"iterate": trainer._weights.iterate}),
     }
 
 
@@ -62,7 +64,10 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
     if (saved["scheduler"] is None) != (trainer.scheduler is None):
         raise ConfigurationError("the checkpoint was written with another choice of scheduler: give the run's own")
     try:
+        trainer._weights.forget()
         trainer.model.load_state_dict(saved["model"])
+        if "iterate" in saved:
+            trainer.run.engine.layout.write(saved["iterate"])
         _load_optimizer(trainer.optimizer, saved["optimizer"])
         trainer.run.load_state_dict(saved["state"])
     except (RuntimeError, ValueError, KeyError) as error:

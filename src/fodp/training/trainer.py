@@ -6,7 +6,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fodp.ranks import Turn, refuse_other_group
 from fodp.run import Run
 from fodp.sampling import Collate
 from fodp.training import checkpoint
+from fodp.training.averaged import AveragedWeights
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
@@ -50,6 +51,9 @@ class Result:
 
 class Trainer:
     """Trains a model under a plan; the model that comes out carries the plan's guarantee.
+
+    Where the plan has an `average`, the model is that average of the iterates when `fit()` returns, in scores and in
+    what is exported; in a fit, `with trainer.averaged():` puts it in. Another fit goes on from the iterate.
 
     loss_fn(model, batch) returns one loss per example. `optimizer` None takes the method's own; any
     `torch.optim` optimizer over exactly the trainable parameters does for methods that do not insist
@@ -150,6 +154,7 @@ class Trainer:
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._begun = 0  # the step that is under way
         self._refused: str | None = None  # what made a step of this run impossible
+        self._weights = AveragedWeights(self.run)
         self._gradients = GradientBuffer(self.run.engine.layout)
         self._trained = {id(parameter) for parameter in self.run.engine.layout.parameters}
         self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
@@ -217,8 +222,14 @@ class Trainer:
         """
         ranks = self.run.ranks
         with ranks.together():
+            self._weights.put_back()
             self._train()
+            self._weights.put_in()
             return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result())))))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model is the average of its iterates, if the plan has one and it has begun: for scores."""
+        return self._weights.inside()
 
     def _train(self) -> None:
         if self._refused is not None:
@@ -331,6 +342,8 @@ class Trainer:
         if before is not None and not method.accepts(self.run, state):
             self.run.engine.layout.write(before[0])
             self.optimizer.load_state_dict(before[1])
+        if self.run.average is not None:
+            self.run.average.take(self.run.parameters(), self.step, self.last_step)
         if self.scheduler is not None:
             self.scheduler.step()
         self.between_steps = True
@@ -402,7 +415,8 @@ class Trainer:
             return
         account, step = self._account, self.step
         noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
-        checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
+        with self.averaged():
+            checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
