@@ -137,7 +137,7 @@ def result_list(seeded, shared):
 DATA_CARD = {  # what is known of the data without it; of a table, its public schema
     "name": str, "description": str, "source": str, "train_size": int, "test_size": int, "classes": int,
     "shape": Each(int), "sampling_rate": float, "scale": float, "mean": Each(float), "std": Each(float),
-    "constants": str, "schema": NoneType,
+    "constants": str, "schema": NoneType, "mirrored": bool,
 }  # fmt: skip
 
 

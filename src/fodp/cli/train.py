@@ -63,6 +63,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--early-stopping", type=int, metavar="N", help="stop after N public scores without a better one; same epsilon")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
+    add("--augment", metavar="NAME", help="of images: standard, crop, flip or crop+flip; see --copies")
+    add("--copies", type=int, metavar="K", help="augmented pictures of a record, averaged before clipping; default 1")
     add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
@@ -143,6 +145,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         callbacks=callbacks,
         target_epsilon=config.get("target_epsilon") if config.get("noise_multiplier") is not None else None,
         microbatch=config.get("microbatch"),
+        **_augmenting(config, splits),
         ledger=shared or (lambda: _open_ledger(folder.ledger, config, options)),
         run_id=config.get("run"),
         public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,
@@ -190,6 +193,18 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     }
     _conclude(options, folder, plan, result, trainer.statement())
     return code
+
+
+def _augmenting(config: dict[str, Any], splits: "Splits") -> dict[str, Any]:
+    """The Trainer's words for --augment and --copies."""
+    from fodp.data.augmentations import augmentation
+
+    copies = _checks.whole("--copies", config.get("copies", 1))
+    if "augment" in config:
+        return dict(augment=augmentation(config["augment"], splits.card), copies=copies)
+    if copies > 1:
+        raise ConfigurationError(f"--copies {copies} of the same picture do nothing: add --augment standard")
+    return {}
 
 
 def _scoring(config: dict[str, Any], splits: "Splits") -> "list[Callback]":

@@ -27,6 +27,7 @@ class Card:
     std: tuple[float, ...]
     constants: str  # where scale, mean and std come from
     schema: Mapping[str, Any] | None = None  # of a table: its public columns, and which of them is the target
+    mirrored: bool = False  # of images: whether a mirror image is of the same class
 
     @property
     def is_regression(self) -> bool:
@@ -95,6 +96,7 @@ CARDS = {
             mean=(0.4914, 0.4822, 0.4465),
             std=(0.2470, 0.2435, 0.2616),
             constants=_PUBLISHED,
+            mirrored=True,
         ),
         Card(
             name="cifar100",
@@ -109,6 +111,7 @@ CARDS = {
             mean=(0.5071, 0.4865, 0.4409),
             std=(0.2673, 0.2564, 0.2762),
             constants=_PUBLISHED,
+            mirrored=True,
         ),
         Card(
             name="svhn",
