@@ -73,7 +73,12 @@ def last_noise(coefficients: Sequence[float], steps: int) -> float:
 
 
 class BandedNoise:
-    """A source of noise w = M⁻¹z for one release a step; it remembers its last b-1 draws, which are secret."""
+    """A source of noise w = M⁻¹z for one release a step; it remembers its last b-1 draws, which are secret.
+
+    They are kept, not drawn again from their streams: 1/c(x) has no end, so to know w of the last b-1 steps exactly one
+    must draw the z of all steps since the matrix began, T²/2 vectors in a run instead of T. Kept, they take b-1
+    vectors of memory and b-1 products a step.
+    """
 
     def __init__(self, source: Noise, coefficients: Sequence[float]):
         first, *rest = coefficients
