@@ -49,6 +49,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
+_MOST_COPIES = 1024
 # What may be said anew when resuming; everything else belongs to the run.
 _ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait", "rank_timeout")
 _OF_THE_RUN = {"plan", "run", "fodp", "card", "model_code"}  # written beside the options
@@ -199,7 +200,7 @@ def _augmenting(config: dict[str, Any], splits: "Splits") -> dict[str, Any]:
     """The Trainer's words for --augment and --copies."""
     from fodp.data.augmentations import augmentation
 
-    copies = _checks.whole("--copies", config.get("copies", 1))
+    copies = _checks.whole("--copies", config.get("copies", 1), maximum=_MOST_COPIES)
     if "augment" in config:
         return dict(augment=augmentation(config["augment"], splits.card), copies=copies)
     if copies > 1:
