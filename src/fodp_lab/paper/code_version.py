@@ -2,7 +2,7 @@
 
 Comments, refactoring and speed leave it as it is; a change of a method, its defaults, the mechanism, the noise, the
 masks, the clipping or the initial weights changes it. Each method has its own, so that mending one method does not
-outdate the records of the others.
+outdate the records of the others; so has each choice that is a word (a shape, a clipping, an automatic rate).
 """
 
 import hashlib
@@ -19,9 +19,16 @@ from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
 _STEPS = 12  # more than the memory's window
 
 
+def code_of(spec: RunSpec) -> str:
+    """The fingerprint of the code behind a run: its method, with those parameters that are words and choose code."""
+    return code_version(
+        spec.method, tuple((name, value) for name, value in spec.params.items() if isinstance(value, str))
+    )
+
+
 @cache
-def code_version(method: str) -> str:
-    """The fingerprint of a method with its defaults."""
+def code_version(method: str, choices: tuple[tuple[str, str], ...] = ()) -> str:
+    """The fingerprint of a method with its defaults but for the choices."""
     from fodp_lab.paper import twin  # noqa: F401  registers its method
     from fodp_lab.paper.execute import make_trainer
 
@@ -32,8 +39,8 @@ def code_version(method: str) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         spec = RunSpec(
-            dataset="made up", method=method, plan_steps=_STEPS, steps=_STEPS, sampling_rate=0.5, lot_size=12.0,
-            accountant="rdp",
+            dataset="made up", method=method, params=dict(choices), plan_steps=_STEPS, steps=_STEPS,
+            sampling_rate=0.5, lot_size=12.0, accountant="rdp",
         )  # fmt: skip
         make_trainer(spec, _made_up(), model, []).fit()
     # Six digits of float64 results: rounding of another order or machine does not reach them.
