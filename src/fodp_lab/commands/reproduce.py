@@ -38,7 +38,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="SUITE",
         help="paper (default), fair, utility, or one experiment's name",
     )
-    add("--only", metavar="NAMES", help="experiments of the paper, separated by commas")
+    add(
+        "--only",
+        metavar="NAMES",
+        help="experiments of the paper, separated by commas; utility: search, without final runs",
+    )
     add("--quick", action="store_true", help="short runs that show that everything works; the numbers mean nothing")
     add("--seeds", type=int, metavar="N", help="at most so many seeds per row")
     add("--jobs", type=int, metavar="N", help="processes, one thread each (default: the number of cores)")
@@ -139,14 +143,16 @@ def _utility(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fodp_lab.paper.code_version import code_of
     from fodp_lab.paper.runner import Runner
 
-    if options.only or options.challenge or options.label or options.set or options.lr is not None:
-        raise PrivacyError("the utility comparison runs as a whole: --only, --challenge and its options are of others")
+    if options.challenge or options.label or options.set or options.lr is not None:
+        raise PrivacyError("--challenge and its options add a row to the fair comparison: say `fodp reproduce fair`")
+    if options.only is not None:
+        _checks.one_of("--only", options.only, ("search",))
     beside = utility.taken_over(folder)
     with Runner(folder / "utility.jsonl", options.jobs, quiet=options.quiet, beside=beside) as runner:
         suite = utility.Suite(runner.records, options.quick, options.seeds, code_of)
         for line in (*suite.left_out_notes(), *suite.estimated(runner.jobs)):
             print(line, file=sys.stderr)
-        for title, specs in suite.rounds():
+        for title, specs in suite.rounds(only_search=options.only == "search"):
             runner.run(specs, title)
     return {"settings": [trial.name for trial in suite.comparisons], "runs": len(runner.records),
             "records": str(runner.records.path)}  # fmt: skip

@@ -71,9 +71,10 @@ class TextTransformer(nn.Module):
     def __init__(self, classes: int, length: int, buckets: int = text.BUCKETS, width: int = 64, layers: int = 1):
         super().__init__()
         self.embed = nn.Embedding(buckets, width, padding_idx=0)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)  # as long as a word's share of a step is small
         self.blocks = nn.ModuleList(Block(width, heads=4, inner=2 * width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-        self.register_buffer("positions", _waves(length, width))
+        self.register_buffer("positions", _waves(length, width) * width**-0.5)
 
     def forward(self, words: Tensor) -> Tensor:
         """Bucket numbers, 0 for padding, to scores of classes."""

@@ -47,12 +47,12 @@ WIDE_RATES = tuple(0.05 * 2**k for k in range(8))  # 0.05 to 6.4: models with no
 FAN_IN, KRONECKER, TRANSCRIPT = dict(shape="fan-in"), dict(shape="kronecker"), dict(shape="transcript")
 WIDTHS = (16.0, 4.0)  # beside fan-in's own 64
 FO, AUTO, FRACTIONAL_NOISE = dict(beta=0.65), dict(lr="auto"), "fo-noise"
-RECIPE_LABEL = "the recipe"
+RECIPE_LABEL, UNTUNED = "the recipe", ", untuned"
 
 
 def _auto(label: str, method: str = "dp-sgd", **params: Any) -> Row:
     """A row without a search."""
-    return Row(f"{label}, untuned", method, {**params, **AUTO}, rates=())
+    return Row(label + UNTUNED, method, {**params, **AUTO}, rates=())
 
 
 RECIPE_ROW = Row(RECIPE_LABEL, RECIPE_METHOD, RECIPE, rates=())
@@ -197,11 +197,15 @@ class Suite:
         self.left_out = list(dict.fromkeys(self.left_out))
         return Comparison(rows, self.records, protocol, self.code)
 
-    def rounds(self) -> Iterator[tuple[str, list[RunSpec]]]:
-        """Trial by trial: its search, then its final rows, one seed of all rows after the other."""
+    def rounds(self, only_search: bool = False) -> Iterator[tuple[str, list[RunSpec]]]:
+        """Trial by trial: its search, then its final rows, one seed of all rows after the other.
+
+        With `only_search` the test set is not touched: that is how a recipe is chosen.
+        """
         for trial, comparison in self.comparisons.items():
             for title, specs in comparison.rounds():
-                yield f"{trial.name}: {title}", specs
+                if not only_search or title.startswith("search"):
+                    yield f"{trial.name}: {title}", specs
 
     def left_out_notes(self) -> list[str]:
         """Which rows this code cannot run, and why."""
