@@ -45,7 +45,7 @@ RECIPE: dict[str, Any] = dict(shape="fan-in", lr="auto")
 PROMISE = 0.9  # of DP-SGD's accumulated noise: where fractional noise keeps more than this it does not take part
 WIDE_RATES = tuple(0.05 * 2**k for k in range(8))  # 0.05 to 6.4: models with norms bear larger steps
 FAN_IN, KRONECKER, TRANSCRIPT = dict(shape="fan-in"), dict(shape="kronecker"), dict(shape="transcript")
-WIDTHS = (16.0, 4.0)  # beside fan-in's own 64
+WIDTHS, DAMPINGS = (16.0, 4.0), (0.01, 1.0)  # beside fan-in's own 64 and kronecker's own 0.1
 FO, AUTO, FRACTIONAL_NOISE = dict(beta=0.65), dict(lr="auto"), "fo-noise"
 RECIPE_LABEL, UNTUNED = "the recipe", ", untuned"
 
@@ -64,11 +64,18 @@ FRACTIONAL_ROWS = (
 FULL_ROWS: tuple[Row, ...] = (
     Row(BASELINE, "dp-sgd"),
     Row("DP-SGD, fan-in", "dp-sgd", FAN_IN, rates=BLOCK_RATES, own="width", values=WIDTHS),
-    Row("DP-SGD, kronecker", "dp-sgd", KRONECKER, rates=BLOCK_RATES),
+    Row("DP-SGD, kronecker", "dp-sgd", KRONECKER, rates=BLOCK_RATES, own="shape_damping", values=DAMPINGS),
     Row("DP-SGD, transcript", "dp-sgd", TRANSCRIPT, rates=BLOCK_RATES),
     Row("FO-DP-SGD", "fo-dp-sgd", FO),
     Row("FO-DP-SGD, fan-in", "fo-dp-sgd", {**FO, **FAN_IN}, rates=BLOCK_RATES, own="width", values=WIDTHS),
-    Row("FO-DP-SGD, kronecker", "fo-dp-sgd", {**FO, **KRONECKER}, rates=BLOCK_RATES),
+    Row(
+        "FO-DP-SGD, kronecker",
+        "fo-dp-sgd",
+        {**FO, **KRONECKER},
+        rates=BLOCK_RATES,
+        own="shape_damping",
+        values=DAMPINGS,
+    ),
     Row("FO-DP-SGD, transcript", "fo-dp-sgd", {**FO, **TRANSCRIPT}, rates=BLOCK_RATES),
     Row("DP-SGD, per-layer clipping", "dp-sgd", dict(clip="per-layer")),
     Row("DP-SGD, normalised clipping", "dp-sgd", dict(clip="normalised")),
@@ -84,6 +91,9 @@ FULL_ROWS: tuple[Row, ...] = (
     RECIPE_ROW,
     Row(CEILING, NON_PRIVATE),
 )
+# FO's dearer shapes where flat clipping does well and where it fails; elsewhere DP-SGD's must do.
+_DEAR = ("FO-DP-SGD, kronecker", "FO-DP-SGD, transcript")
+FEWER_ROWS = tuple(row for row in FULL_ROWS if row.label not in _DEAR)
 _SHORT = (
     BASELINE, "DP-SGD, fan-in", "DP-SGD, fan-in, untuned", "DP-SGD, kronecker, untuned",
     "fractional noise, fan-in, untuned", RECIPE_LABEL, CEILING,
@@ -129,11 +139,11 @@ TRIALS = (
     Trial(fair.Setting("cifar10", 8.0, "mlp", 0.008, 40.0), NOISE_ROWS, 1000, 0.003),
     Trial(fair.Setting("cifar10", 8.0)),
     Trial(fair.Setting("svhn", 8.0)),
-    Trial(fair.Setting("cifar10", 2.0)),
-    Trial(fair.Setting("cifar100", 8.0)),
-    Trial(fair.Setting("cifar10", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.045),
-    Trial(fair.Setting("svhn", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.045),
-    Trial(fair.Setting("sst2", 8.0, "text-transformer"), WIDE_ROWS, 200, 0.06, seen=False),
+    Trial(fair.Setting("cifar10", 2.0), FEWER_ROWS),
+    Trial(fair.Setting("cifar100", 8.0), FEWER_ROWS),
+    Trial(fair.Setting("cifar10", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.05),
+    Trial(fair.Setting("svhn", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.05),
+    Trial(fair.Setting("sst2", 8.0, "text-transformer"), WIDE_ROWS, 200, 0.047, seen=False),
 )
 
 
@@ -229,7 +239,8 @@ def _seconds(trial: Trial, comparison: Comparison, records: Iterable[dict[str, A
     # Short runs are mostly their beginning and their scores.
     long = [r["seconds"] / r["run"]["steps"] for r in runs if r["run"]["steps"] >= trial.steps]
     each = mean(long) if long else trial.seconds
-    return each * sum(comparison.work(row) for row in comparison.rows.values())
+    distinct = {(row.method, repr(row.params), row.rates): row for row in comparison.rows.values()}  # the recipe is one
+    return each * sum(comparison.work(row) for row in distinct.values())
 
 
 def taken_over(folder: Path) -> list[dict[str, Any]]:
@@ -248,7 +259,7 @@ def _why_not(row: Row) -> str:
     try:
         find(row.method).from_dict(dict(row.params))
     except PrivacyError as error:
-        return str(error).splitlines()[0]
+        return str(error).split(";")[0].splitlines()[0]
     return ""
 
 

@@ -40,8 +40,7 @@ def page(found: Utility) -> str:
         "## What helps, and what does not",
         "",
         *_summary(found),
-        f"![Every row against searched DP-SGD, setting by setting](images/{FIGURE}.png)",
-        "",
+        *_figure(found),
         _overview(found, trials).markdown(),
         _changes(found, trials).markdown(),
         "## Goals",
@@ -80,6 +79,11 @@ def _state(found: Utility) -> list[str]:
     return lines
 
 
+def _figure(found: Utility) -> list[str]:
+    drawn = chart(found)
+    return [f"![{drawn.title}](images/{FIGURE}.png)", ""] if drawn.panels else []
+
+
 def _summary(found: Utility) -> list[str]:
     verdicts: dict[str, Counter[str]] = {}
     for rows in found.standings.values():
@@ -100,7 +104,8 @@ def _summary(found: Utility) -> list[str]:
         "the settings in which it took part, worse in none. *Harms*: worse somewhere, better nowhere.",
         "",
     ]
-    return [*about, *(f"- **{name}**: {'; '.join(told)}." for name, told in groups.items() if told), ""]
+    lines = [f"- **{name}**: {'; '.join(told)}." for name, told in groups.items() if told]
+    return [*about, *(lines or ["No row has been compared yet."]), ""]
 
 
 def _overview(found: Utility, trials: Sequence[Trial]) -> Table:
@@ -221,17 +226,21 @@ def chart(found: Utility) -> Chart:
             if any(row.verdict == word for row in known)
         )
         ceiling = [(100 * (row.summary.mean - base), "not private") for row in rows if row.label == CEILING]
-        title = f"{trial.name} (DP-SGD {base:.3f})"
-        order = tuple(row.label for row in known)
-        panels.append(Panel(title, "points against DP-SGD, 95% interval", "", marks, ((0.0, ""), *ceiling), order))
-    title = "What helps at equal ε: every row against DP-SGD with a searched rate"
+        axis = f"points against DP-SGD ({100 * base:.1f}%)"
+        panels.append(Panel(trial.name, axis, "", marks, ((0.0, ""), *ceiling), tuple(_short(r.label) for r in known)))
+    title = "Every row against DP-SGD with a searched rate, with 95% intervals"
     return Chart(FIGURE, title, "dots", tuple(panels), "")
+
+
+def _short(label: str) -> str:
+    """A row's name where there is little room."""
+    return label.removeprefix("DP-SGD, ").replace("FO-DP-SGD", "FO").replace("fractional noise", "frac. noise")
 
 
 def _mark(label: str, colour: str, rows: Iterable[Standing]) -> Mark:
     rows = [row for row in rows if row.difference is not None]
     values = [[100 * getattr(row.difference, name) for row in rows] for name in ("mean", "low", "high")]
-    return Mark(label, colour, [row.label for row in rows], *values)
+    return Mark(label, colour, [_short(row.label) for row in rows], *values)
 
 
 def _labels(found: Utility) -> list[str]:
