@@ -238,9 +238,9 @@ def _short(label: str) -> str:
 
 
 def _mark(label: str, colour: str, rows: Iterable[Standing]) -> Mark:
-    rows = [row for row in rows if row.difference is not None]
-    values = [[100 * getattr(row.difference, name) for row in rows] for name in ("mean", "low", "high")]
-    return Mark(label, colour, [_short(row.label) for row in rows], *values)
+    rows = list(rows)
+    mean, low, high = ([100 * getattr(row.difference, name) for row in rows] for name in ("mean", "low", "high"))
+    return Mark(label, colour, [_short(row.label) for row in rows], mean, low, high)
 
 
 def _labels(found: Utility) -> list[str]:
