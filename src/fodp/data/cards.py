@@ -1,7 +1,7 @@
 """Public cards: every number about a data set that a plan may use. Nothing here ever looks at the data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,7 +27,8 @@ class Card:
     std: tuple[float, ...]
     constants: str  # where scale, mean and std come from
     schema: Mapping[str, Any] | None = None  # of a table: its public columns, and which of them is the target
-    mirrored: bool = False  # of images: whether a mirror image is of the same class
+    # Of images: whether a mirror image is of the same class. Not shown: records are known by the cards as they were.
+    mirrored: bool = field(default=False, repr=False)
 
     @property
     def is_regression(self) -> bool:
