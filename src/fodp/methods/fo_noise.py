@@ -8,7 +8,7 @@ from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.base import PublicNumbers
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.noise.banded import fractional_coefficients, last_noise
+from fodp.noise.banded import fractional_coefficients, inverse_coefficients
 
 MOST_BANDS = 128
 _TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, MOST_BANDS)
@@ -69,9 +69,9 @@ class FONoise(DPSGD):
     def strategy(self) -> tuple[float, ...]:
         return fractional_coefficients(self.params.order, self.turns)
 
-    def accumulated_noise(self, plan: PublicNumbers) -> float:
-        noise = last_noise(self.strategy(), plan.steps)
-        return plan.noise_multiplier * plan.clip_norm * noise
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """M⁻¹: every step takes back some of the noise before it."""
+        return list(inverse_coefficients(self.strategy(), plan.steps))
 
     def candidates(self, plan: PublicNumbers) -> Sequence[dict[str, Any]]:
         if self.params.bands is not None:

@@ -30,7 +30,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer, stated_epsilon, steps_within
+from fodp.training.fitting import fitting_optimizer, set_rate, stated_epsilon, steps_within
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -120,6 +120,10 @@ class Trainer:
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(self.optimizer)
         self.scheduler = scheduler
+        if scheduler is not None and plan.algorithm.parts.rates.acts:
+            raise ConfigurationError(
+                "params set lr_schedule or lr_warmup, and a scheduler is given: both would move the rate, leave one out"
+            )
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
             raise ConfigurationError(
                 "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
@@ -323,6 +327,7 @@ class Trainer:
         method, state = self.run.method, self.run.state
         for parameter in self._frozen():
             parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
+        set_rate(self.run, self.optimizer)
         method.tune(self.optimizer, self.run, state)
         before = (
             (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.has_acceptance_test else None
