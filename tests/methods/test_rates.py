@@ -1,6 +1,7 @@
 """lr="auto": the noise of a whole run is a fixed multiple of the initial weights, and nothing private enters."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,13 @@ def test_the_formula_for_ordinary_initial_weights():
             assert rate == pytest.approx(more * 1.8 * 50 / (3.0 * 2.0 * 10) / math.sqrt(4 * 3), rel=0.05)
 
 
+def test_without_noise_the_signal_bounds_the_rate():
+    """c·|θ|/(|g|·√T), where the weights have the usual size and |g| is a quarter of the clip norm."""
+    the_plan = plan("dp-sgd", steps=100, noise_multiplier=1e-9, clip_norm=3.0)
+    rate = trainer(the_plan, one := nn.Linear(200, 300, bias=False), data(dtype=torch.float32)).learning_rate
+    assert rate == pytest.approx(2.0 * one.weight.norm().item() / (0.25 * 3.0 * 10), rel=0.01)
+
+
 def test_adam_knows_neither_the_noise_nor_the_lot():
     rates = [
         trainer(plan("dp-adam", steps=100, lot_size=lot, noise_multiplier=noise)).optimizer.param_groups[0]["lr"]
@@ -123,8 +131,9 @@ def test_a_method_that_says_nothing_of_its_step_is_refused_by_name():
 
     with testing.registered(Louder), testing.registered(Renamed):
         with pytest.raises(ConfigurationError, match="no rule for louder"):
-            trainer(plan("louder"))
+            trainer(replace(plan("dp-sgd"), method="louder"))
         trainer(plan("louder", dict(lr=0.1)))
+        assert plan("louder").params["lr"] == 0.1  # that of `fodp.testing`
         rate = trainer(plan("renamed")).optimizer.param_groups[0]["lr"]
     assert rate == trainer(plan("dp-sgd")).optimizer.param_groups[0]["lr"]
 
@@ -166,8 +175,8 @@ class TestSchedule:
 
     def test_it_is_not_for_an_optimizer_of_ones_own(self):
         model = network()
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigurationError, match="lr_schedule='linear', which does nothing beside an optimizer"):
-            own = torch.optim.SGD(model.parameters(), lr=0.1)
             trainer(plan("dp-sgd", dict(lr_schedule="linear")), model, optimizer=own)
 
     def test_a_plan_without_one_is_the_plan_from_before(self):
@@ -243,7 +252,7 @@ class TestWrongRate:
     ("params", "says"),
     [
         (dict(lr="fast"), "lr"),
-        (dict(lr=0.1, auto_ratio=2.0), "auto_ratio does nothing without lr='auto'"),
+        (dict(lr=0.1, auto_ratio=2.5), "auto_ratio does nothing without lr='auto'"),
         (dict(auto_ratio=-1.0), "auto_ratio"),
         (dict(lr_schedule="up"), "lr_schedule"),
         (dict(lr_warmup=-1), "lr_warmup"),

@@ -120,7 +120,7 @@ class CommonParams:
     clip_stability: float = 0.01
     shape: ShapeChoice = "none"
     width: float = 64.0
-    auto_ratio: float = 1.8
+    auto_ratio: float = 2.0
     lr_schedule: str = "constant"
     lr_warmup: int = 0
 
@@ -402,14 +402,15 @@ class Method:
             self.step_noise(plan if schedules is None else schedules.at(plan, step), step) for step in range(plan.steps)
         ]
 
-    def known_response(self, plan: PublicNumbers) -> Sequence[float]:
-        """`noise_response`, or a refusal where a derived class has another step than the one it speaks of."""
+    @property
+    def knows_its_noise(self) -> bool:
+        """Whether `noise_response` speaks of this very `step`, and not of one that a derived class has replaced."""
         says, steps = (next(c for c in type(self).__mro__ if name in vars(c)) for name in ("noise_response", "step"))
-        return (
-            Method.noise_response(self, plan)
-            if says is not steps and issubclass(steps, says)
-            else (self.noise_response(plan))
-        )
+        return says is not Method and (says is steps or not issubclass(steps, says))
+
+    def known_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """`noise_response`, or a refusal where there is none of this step."""
+        return self.noise_response(plan) if self.knows_its_noise else Method.noise_response(self, plan)
 
     def accumulated_noise(self, plan: PublicNumbers) -> float:
         """The standard deviation of the noise in the sum of all that `step` returns: public numbers."""

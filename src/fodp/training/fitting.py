@@ -1,5 +1,6 @@
 """What fits a plan: the optimizer it may drive, and the steps that a target ε allows."""
 
+import math
 from dataclasses import fields
 
 import numpy as np
@@ -10,7 +11,7 @@ from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.methods import Method
-from fodp.methods.parts.rates import AUTO, automatic_rate, noise_walk, relative_noise
+from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
 from fodp.plan import Plan
 from fodp.run import Run
@@ -19,7 +20,7 @@ from fodp.run import Run
 _OF_THE_OPTIMIZER = (
     "lr", "auto_ratio", "lr_schedule", "lr_warmup", "beta1", "beta2", "adam_eps", "weight_decay", "bc_floor"
 )  # fmt: skip
-_PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
+PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
 
 def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -31,7 +32,7 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
             if _moves(run):
-                group[_PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
+                group[PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
         return made
     if method.owns_optimizer:
         raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
@@ -57,13 +58,13 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
 
     Public numbers, and with lr="auto" and a quantile the clip norm of the step, which is made of releases.
     """
-    if not _moves(run) or any(_PLANNED not in group for group in optimizer.param_groups):
+    if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
     factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
     if _follows_clip(run):
         factor *= run.plan.clip_norm / run.last_clip_norm
     for group in optimizer.param_groups:
-        group["lr"] = group[_PLANNED] * factor
+        group["lr"] = group[PLANNED] * factor
 
 
 def _moves(run: Run) -> bool:
@@ -87,7 +88,10 @@ def _automatic_rate(run: Run) -> float:
     if run.adaptive_clip is not None:  # the count takes its share of what a step may spend
         z = plan.events_at(0)[-1].noise_multiplier
         deviations = deviations * run.adaptive_clip.rest(z) / z
-    walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps))
+    clips = [plan.clip_norm if parts.schedules is None else parts.schedules.at(plan, step).clip_norm
+             for step in range(plan.steps)]  # fmt: skip
+    signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
+    walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
     relative = relative_noise((p, run.noise_share(p) if plain else 1.0) for p in run.engine.layout.parameters)
     return automatic_rate(method.params.auto_ratio, walk, relative)
 

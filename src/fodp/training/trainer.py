@@ -30,7 +30,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer, set_rate, stated_epsilon, steps_within
+from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -172,6 +172,15 @@ class Trainer:
     def step(self) -> int:
         """How many of the plan's steps are used."""
         return self.run.step
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the run, which lr="auto" chose from public numbers if so; with a schedule, that of its factor 1.
+
+        Of the first parameter group, where an optimizer of your own has several.
+        """
+        group = self.optimizer.param_groups[0]
+        return float(group.get(PLANNED, group.get("initial_lr", group["lr"])))
 
     @property
     def epochs(self) -> int:

@@ -18,6 +18,9 @@ fan-in and the usual initial weights all wide layers are disturbed alike; withou
   matrix's entries. A model with nothing else to train has the scale 1.
 * W is linear response: of each release, what the method, the filter, the momentum and the public schedule of the rate
   make of its noise over the rest of the run. Plain steps: σC/L·√T, over 1 - momentum, and over √3 with a linear decay.
+* Plain steps with next to no noise are bounded by the signal: a mean of clipped gradients is at most C long, and about
+  C/4 where examples disagree as they do. Its square, spread over all entries, is added to the noise's: then the rate is
+  that of gradient descent over a distance, c·|θ|/(|g|·√T), with a length |g| that is known beforehand.
 * Adam divides by the size of what it gets, which is noise: its walk is √T whatever σ, C and L are, more if a filter
   made its releases smaller than what they add up to. Weight decay is left out, and so is `adam_eps`.
 * With a quantile, plain steps follow the clip norm: the rate of a step is C/C_t times the run's, by releases alone.
@@ -38,6 +41,7 @@ from fodp.methods.parts.updates import CorrectedAdam, Sgd, Update
 
 AUTO = "auto"
 SCHEDULES = ("constant", "linear", "cosine")
+AGREEMENT = 0.25  # of the clip norm: how long a mean of clipped gradients is, about
 _SMALL = 1e-8  # where a response has died away
 
 Numbers = npt.NDArray[np.float64]
@@ -98,14 +102,19 @@ def accumulated(deviations: Sequence[float] | Numbers, response: Sequence[float]
     return float(np.linalg.norm(of_each * np.asarray(deviations)))
 
 
-def noise_walk(update: Update, deviations: Numbers, response: Sequence[float], factors: Numbers) -> float:
+def noise_walk(
+    update: Update, deviations: Numbers, response: Sequence[float], factors: Numbers, signal: Numbers
+) -> float:
     """How far the update moves a weight at random over the run, with rate 1, by releases that are noise alone.
 
     `deviations` are those of each step's fresh noise, `response` what is in the update's input of a release, of the one
     before it, …, and `factors` the schedule of the rate. Plain steps are in the releases' units, Adam's have none.
+    `signal` is what an entry of the clipped gradients' mean may be beside it, for plain steps.
     """
     if isinstance(update, Sgd):
-        return accumulated(deviations, np.convolve(response, _geometric(1.0, update.momentum)), factors)
+        momentum = _geometric(1.0, update.momentum)
+        noise = accumulated(deviations, np.convolve(response, momentum), factors)
+        return math.hypot(noise, accumulated(signal, momentum, factors))
     steps = np.arange(1, len(factors) + 1)
     averaged = np.convolve(response, _geometric(1 - update.beta1, update.beta1))
     variance = _averaged(deviations**2, update.beta2) * float(np.square(response).sum())
