@@ -173,7 +173,7 @@ class Momentum:
 
     def response(self) -> Sequence[float]:
         """What is in its output of a release, of the one before it, … in the long run: in all 1."""
-        return _response((-self.momentum,), (1 - self.momentum,))
+        return Doppler(filter_a=(-self.momentum,), filter_b=(1 - self.momentum,)).response()
 
 
 @dataclass(frozen=True, kw_only=True)
