@@ -110,6 +110,7 @@ class Run:
         self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
         self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
+        self.last_clip_norm = plan.clip_norm  # of the step that was taken last
         self._begin()
 
     def _made_sampler(self, owners: Any) -> PoissonSampler:
@@ -185,6 +186,7 @@ class Run:
             kept.restore()  # un-noised statistics must not outlive a step that broke off
             self.step += bool(self._lots)
             raise
+        self.last_clip_norm = self.clip_norm
         if self.adaptive_clip is not None:
             self.adaptive_clip.move(self._released_count())
         self._noise_stds.appendleft(self._noise_std)

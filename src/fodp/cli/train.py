@@ -174,6 +174,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         "model": config["model"],
         "method": plan.method,
         "params": dict(plan.params),
+        "lr": trainer.learning_rate,
         "reason": outcome.reason,
         "steps": outcome.steps,
         "lost_steps": outcome.lost_steps,
@@ -284,6 +285,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.cli.plot import plot_accuracy
+    from fodp.methods.parts.rates import AUTO
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
@@ -306,6 +308,8 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"mean squared error {result['final_loss']:.4f} on the public test split, target in [-1, 1]", file=text)
     else:
         print("no accuracy: there is no public test data to score on", file=text)
+    if plan.params["lr"] == AUTO:
+        print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto)", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
     if result["reason"] == "stopped early":
         print(

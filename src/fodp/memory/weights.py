@@ -138,6 +138,11 @@ class FractionalMemory(WindowMemory):
     def _confidence(self) -> float:
         return self._trend_norm / (self._trend_norm + self.zeta)
 
+    def weights_when_full(self) -> Floats:
+        """Those of the power law alone: without a trend nothing is tempered."""
+        largest = max(self._log_power_law, default=0.0)
+        return normalised([math.exp(log - largest) for log in self._log_power_law])
+
     def by_lag(self) -> Floats:
         """a_j, normalised."""
         logs = self._log_power_law[: self.filled]

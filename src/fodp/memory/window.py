@@ -1,5 +1,6 @@
 """The window of a memory: the last releases, kept in a ring and read in one pass."""
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -43,6 +44,12 @@ class WindowMemory(ABC):
     def weights(self) -> Tensor:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
         return torch.tensor(self.by_lag(), dtype=torch.float64)
+
+    def weights_when_full(self) -> Floats:
+        """The weights of a memory like this one whose window is full and that has no trend yet."""
+        full = copy.copy(self)
+        full._writes = max(self.window, self._writes)
+        return full.by_lag()
 
     @abstractmethod
     def by_lag(self) -> Floats:

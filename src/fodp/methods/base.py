@@ -5,12 +5,12 @@ adaptive clip norm, clipping by layer, the shape of the query, public schedules 
 of the iterates (`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from fodp.methods.parts.adaptive_clip import Quantile
 from fodp.methods.parts.averages import AVERAGES, Average
 from fodp.methods.parts.filters import FILTERS, Doppler, Fractional, Momentum
 from fodp.methods.parts.layers import PerLayer
-from fodp.methods.parts.rates import AUTO
+from fodp.methods.parts.rates import AUTO, CONSTANT, RateSchedule, accumulated
 from fodp.methods.parts.schedule import Schedule, Schedules
 from fodp.methods.parts.shapes import Shape, ShapeChoice
 from fodp.methods.parts.updates import UPDATES, AdamBC, CorrectedAdam, Sgd, Update
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from fodp.sampling import Lot
 
 Part = TypeVar(
-    "Part", bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape | Average
+    "Part",
+    bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape | Average | RateSchedule,
 )
 
 # What a flat parameter waits for. Those of a part that was not chosen must be left at their defaults.
@@ -58,7 +59,7 @@ _NEEDS = {
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
 _LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
-          "average", "average_decay", "average_share", "average_power")  # fmt: skip
+          "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup")  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -74,15 +75,17 @@ class Parts:
     shape: Shape | None = None
     stability: float | None = None  # of gradients that are all scaled to the clip norm
     average: Average | None = None
+    rates: RateSchedule = CONSTANT
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonParams:
     """Public parameters that every method takes: learning rate, update, filter, clipping, schedules.
 
-    lr: a number, or auto: c·L·w/(σ·C·√T) with c = `auto_ratio` and w the initial scale of the weights over their
-        shape, so that the noise of the whole run is c times the initial weights in every layer. For the shape fan-in
-        and update sgd, with or without momentum or a filter, by methods that know what noise they accumulate.
+    lr: a number, or auto: so that the noise of the whole run is `auto_ratio` times the initial weights, from public
+        numbers alone (`fodp.methods.parts.rates`), by methods that know what noise they accumulate.
+    lr_schedule: constant, linear or cosine: public factors on the rate, down to nothing at the plan's end, after
+        `lr_warmup` steps of rising ones. lr is the largest.
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -102,7 +105,7 @@ class CommonParams:
         power (weights that grow as step^`average_power`). Training goes on from the iterate. It costs no ε.
     """
 
-    lr: float | str = 0.1
+    lr: float | str = AUTO
     update: str = "sgd"
     momentum: float = 0.0
     beta1: float = 0.9
@@ -126,11 +129,13 @@ class CommonParams:
     clip_stability: float = 0.01
     shape: ShapeChoice = "none"
     width: float = 64.0
-    auto_ratio: float = 1.8
     average: str = "none"
     average_decay: float = 0.99
     average_share: float = 0.25
     average_power: float = 8.0
+    auto_ratio: float = 2.0
+    lr_schedule: str = "constant"
+    lr_warmup: int = 0
 
     def __post_init__(self) -> None:
         if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
@@ -177,6 +182,7 @@ class CommonParams:
             None if self.shape == "none" else self._part(Shape),
             self.clip_stability if self.clip == "normalised" else None,
             None if (average := AVERAGES[self.average]) is None else self._part(average),
+            self._part(RateSchedule),
         )
 
     def _part(self, kind: type[Part], **changes: float) -> Part:
@@ -193,8 +199,6 @@ class CommonParams:
         self._refuse_unused(self.shape == "fan-in", "shape='fan-in'", "width")
         self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
         _checks.positive("auto_ratio", self.auto_ratio)
-        if self.lr == AUTO:
-            self._refuse_rates_without_a_rule()
         if self.momentum and "momentum" not in acting:
             raise ConfigurationError(
                 f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'"
@@ -203,22 +207,6 @@ class CommonParams:
             raise ConfigurationError(
                 f"weight_decay does nothing with update {self.update!r}: set it to 0, or update to adamw or adamwbc"
             )
-
-    def _refuse_rates_without_a_rule(self) -> None:
-        """lr="auto" knows the noise beforehand, the same in every layer against its weights: not with everything."""
-        wrong = {
-            f"shape={self.shape!r}": self.shape != "fan-in",
-            f"update={self.update!r}": self.update != "sgd",
-            "a quantile": self.quantile is not None,
-            "noise_schedule": self.noise_schedule is not None,
-            "clip_schedule": self.clip_schedule is not None,
-        }
-        for what, is_wrong in wrong.items():
-            if is_wrong:
-                raise ConfigurationError(
-                    f"lr='auto' has no rule for {what}: use shape='fan-in', update='sgd' and a fixed noise, or give lr "
-                    "as a number"
-                )
 
     def _refuse_unused(self, acting: bool, needed: str, *names: str) -> None:
         """Refuse parameters that were set and would do nothing; only defaults may wait for `needed`."""
@@ -338,7 +326,6 @@ class Method:
     correlates_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
-    has_unit_gain: ClassVar[bool] = False  # True, for this very class: in the long run noise adds up as if unfiltered
     owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
 
@@ -407,15 +394,43 @@ class Method:
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """A fresh optimizer that makes updates of the releases, as the parameters ask."""
+        # What lr="auto" comes to is known with the model: `fodp.training.fitting` sets it.
         return self.parts.update.optimizer(parameters, 1.0 if self.params.lr == AUTO else self.params.lr)
 
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """What of a step's fresh noise (`step_noise`) is in what `step` returns then, a step later, …: for lr="auto".
+
+        In the long run, from public numbers alone. A class with a `step` of its own says it anew, or has no such rate.
+        """
+        raise ConfigurationError(
+            f"lr='auto' has no rule for {self.name}, whose accumulated noise it does not know: give lr as a number"
+        )
+
+    def step_noise(self, plan: PublicNumbers, step: int) -> float:
+        """The standard deviation of a step's fresh noise, as `noise_response` counts it; `plan` is as the step has
+        it."""
+        return plan.noise_multiplier * plan.clip_norm
+
+    def step_noises(self, plan: PublicNumbers) -> Sequence[float]:
+        """Those of all steps, by the plan's public schedules."""
+        schedules = self.parts.schedules
+        return [
+            self.step_noise(plan if schedules is None else schedules.at(plan, step), step) for step in range(plan.steps)
+        ]
+
+    @property
+    def knows_its_noise(self) -> bool:
+        """Whether `noise_response` speaks of this very `step`, and not of one that a derived class has replaced."""
+        says, steps = (next(c for c in type(self).__mro__ if name in vars(c)) for name in ("noise_response", "step"))
+        return says is not Method and (says is steps or not issubclass(steps, says))
+
+    def known_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """`noise_response`, or a refusal where there is none of this step."""
+        return self.noise_response(plan) if self.knows_its_noise else Method.noise_response(self, plan)
+
     def accumulated_noise(self, plan: PublicNumbers) -> float:
-        """The standard deviation of the noise in the sum of all that `step` returns, for lr="auto": public numbers."""
-        if not vars(type(self)).get("has_unit_gain", False):
-            raise ConfigurationError(
-                f"lr='auto' has no rule for {self.name}, whose accumulated noise it does not know: give lr as a number"
-            )
-        return plan.noise_multiplier * plan.clip_norm * math.sqrt(plan.steps)
+        """The standard deviation of the noise in the sum of all that `step` returns: public numbers."""
+        return accumulated(self.step_noises(plan), self.known_response(plan), np.ones(plan.steps))
 
     def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: Any) -> None:
         """Before every update: tell the optimizer what it may know. Post-processing only."""

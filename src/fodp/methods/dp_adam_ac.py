@@ -1,6 +1,6 @@
 """DP-Adam-AC in a private form: AdamW, adaptive clipping, and a learning-rate controller."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ class DPAdamACParams(DPSGDParams):
     by `down` while it is above ρ* + `band`, within [`factor_min`, `factor_max`].
     """
 
-    lr: float = 0.01
     update: str = "adamw"
     weight_decay: float = 0.01
     quantile: float | None = 0.8
@@ -89,6 +88,10 @@ class DPAdamAC(DPSGD):
         if fraction is not None:
             self._steer(state, 1 - fraction)
         return released
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """DP-SGD's; the controller's factor starts at 1."""
+        return (1.0,)
 
     def _steer(self, state: ControllerState, clip_rate: float) -> None:
         p = self.params

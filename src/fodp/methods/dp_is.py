@@ -102,6 +102,10 @@ class DPIS(DPSGD):
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
         return release.mul_(plan.sampling_rate)
 
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """That of its least sampling rate, when every gradient is as long as C: at most `rate_cap` times too much."""
+        return (1.0,)
+
     def noise_gains(self, state: DPISState) -> Sequence[float]:
         """The release is scaled by q, which is public; the run knows the rest."""
         return (state.rate**2,)

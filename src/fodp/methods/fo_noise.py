@@ -8,7 +8,7 @@ from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.base import PublicNumbers
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.noise.banded import fractional_coefficients, last_noise
+from fodp.noise.banded import fractional_coefficients, inverse_coefficients
 from fodp.noise.coefficients import best_order, optimised_coefficients
 
 COEFFICIENTS = ("fractional", "optimised")
@@ -88,9 +88,9 @@ class FONoise(DPSGD):
             return optimised_coefficients(self.turns, self.params.horizon or _HORIZON)
         return fractional_coefficients(self.params.order or 0.5, self.turns)
 
-    def accumulated_noise(self, plan: PublicNumbers) -> float:
-        noise = last_noise(self.strategy(), plan.steps)
-        return plan.noise_multiplier * plan.clip_norm * noise
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """M⁻¹: every step takes back some of the noise before it."""
+        return list(inverse_coefficients(self.strategy(), plan.steps))
 
     def candidates(self, plan: PublicNumbers) -> Sequence[dict[str, Any]]:
         most = min(plan.steps, MOST_BANDS, int(1 / plan.sampling_rate + 1e-9))

@@ -43,7 +43,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     epochs: float
     sampling_rate: float | None
     clip_norm: float
-    lr: float
+    lr: float | str
     method: str
     params: Mapping[str, Any] | None
     ledger: Ledger | Callable[[], Ledger] | None
@@ -225,7 +225,7 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 1.0,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -300,7 +300,7 @@ class PrivateLogisticRegression(PrivateClassifier):
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 2.0,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -348,7 +348,7 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 0.5,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,

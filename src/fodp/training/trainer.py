@@ -31,7 +31,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer, stated_epsilon, steps_within
+from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -124,6 +124,10 @@ class Trainer:
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(self.optimizer)
         self.scheduler = scheduler
+        if scheduler is not None and plan.algorithm.parts.rates.acts:
+            raise ConfigurationError(
+                "params set lr_schedule or lr_warmup, and a scheduler is given: both would move the rate, leave one out"
+            )
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
             raise ConfigurationError(
                 "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
@@ -173,6 +177,15 @@ class Trainer:
     def step(self) -> int:
         """How many of the plan's steps are used."""
         return self.run.step
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the run, which lr="auto" chose from public numbers if so; with a schedule, that of its factor 1.
+
+        Of the first parameter group, where an optimizer of your own has several.
+        """
+        group = self.optimizer.param_groups[0]
+        return float(group.get(PLANNED, group.get("initial_lr", group["lr"])))
 
     @property
     def epochs(self) -> int:
@@ -334,6 +347,7 @@ class Trainer:
         method, state = self.run.method, self.run.state
         for parameter in self._frozen():
             parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
+        set_rate(self.run, self.optimizer)
         method.tune(self.optimizer, self.run, state)
         before = (
             (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.has_acceptance_test else None

@@ -171,6 +171,10 @@ class Momentum:
     def start(self, noise_std: float, size: int) -> Filter:
         return LowPass((-self.momentum,), (1 - self.momentum,))
 
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        return Doppler(filter_a=(-self.momentum,), filter_b=(1 - self.momentum,)).response()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doppler:
@@ -184,6 +188,11 @@ class Doppler:
 
     def start(self, noise_std: float, size: int) -> Filter:
         return LowPass(self.filter_a, self.filter_b)
+
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        answer = _response(self.filter_a, self.filter_b)
+        return [value / sum(answer) for value in answer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +208,10 @@ class Fractional:
         floor = noise_floor(noise_std, size, 0.1)
         return MemoryAfterRelease(self.filter_beta, FractionalMemory(kappa=floor, zeta=floor))
 
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        return mixed_response(self.filter_beta, FractionalMemory())
+
 
 # By the words of the flat spelling; a part's fields have their flat names. None is no filter at all.
 FILTERS: dict[str, type[Momentum | Doppler | Fractional] | None] = {
@@ -211,7 +224,17 @@ FILTERS: dict[str, type[Momentum | Doppler | Fractional] | None] = {
 
 def feedback_gains(beta: float, weights: Tensor) -> Sequence[float]:
     """h² of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}: what FO's feedback makes of the noise of its releases."""
-    return [h * h for h in _response(tuple(-(1 - beta) * w for w in weights.tolist()), (1.0,))]
+    return [h * h for h in feedback_response(beta, weights.tolist())]
+
+
+def feedback_response(beta: float, weights: Sequence[float]) -> Sequence[float]:
+    """h of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}."""
+    return _response(tuple(-(1 - beta) * weight for weight in weights), (1.0,))
+
+
+def mixed_response(beta: float, memory: WindowMemory) -> Sequence[float]:
+    """h of v_t = β·z_t + (1-β)·Σ w_j·z_{t-j} once the memory's window is full."""
+    return [beta, *((1 - beta) * weight for weight in memory.weights_when_full())]
 
 
 def _response(a: Sequence[float], b: Sequence[float]) -> list[float]:
