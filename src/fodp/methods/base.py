@@ -51,7 +51,8 @@ _NEEDS = {
     "clip_stability": "clip='normalised'",
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
-_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio")
+_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
+          *shapes.ACTING, "shape_share")  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -115,6 +116,15 @@ class CommonParams:
     clip_stability: float = 0.01
     shape: ShapeChoice = "none"
     width: float = 64.0
+    shape_damping: float = 0.1
+    shape_every: int = 0
+    shape_inputs: str = "auto"
+    shape_blocks: str = "parameter"
+    shape_warmup: int = 50
+    shape_memory: float = 100.0
+    shape_floor: float = 0.01
+    shape_ceiling: float = 4.0
+    shape_share: float = 0.5
     auto_ratio: float = 1.8
 
     def __post_init__(self) -> None:
@@ -172,7 +182,13 @@ class CommonParams:
         acting |= {"clip_stability"} if self.clip == "normalised" else set()
         for name, needed in _NEEDS.items():
             self._refuse_unused(name in acting, needed, name)
-        self._refuse_unused(self.shape == "fan-in", "shape='fan-in'", "width")
+        for name, those in shapes.ACTING.items():
+            self._refuse_unused(self.shape in those, f"shape={' or '.join(map(repr, those))}", name)
+        if self.shape in ("kronecker", "transcript") and issubclass(UPDATES[self.update], CorrectedAdam):
+            raise ConfigurationError(
+                f"update {self.update!r} must know the noise of every number, and shape={self.shape!r} mixes or moves "
+                "it: use another update, or shape='fan-in'"
+            )
         self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
         _checks.positive("auto_ratio", self.auto_ratio)
         if self.lr == AUTO:
