@@ -506,7 +506,7 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self._shape)
         size = self.engine.layout.size
         return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
 

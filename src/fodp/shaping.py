@@ -19,8 +19,9 @@ from fodp.clipping.engine import Engine
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.uses import Use
-from fodp.clipping.maps import ROWS, Factor, Kronecker, Side, factors_of, whitening
+from fodp.clipping.maps import RANK, ROWS, WHOLE, Factor, Kronecker, Side, factors_of, whitening
 from fodp.draws import Source, generators_kept
+from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.methods.parts.shapes import Shape
 from fodp.noise import Streams
 from fodp.queries import Query
@@ -103,14 +104,15 @@ class KroneckerShape:
         return self.current
 
     def _made(self, step: int) -> list[Factor]:
-        sample = self._sample(step)
         layout = self._engine.layout
-        rows: list[list[tuple[Tensor | None, Tensor | None] | None]] = [[] for _ in layout.parameters]
+        rows: list[list[Any]] = [[] for _ in layout.parameters]
         tables = [False] * len(rows)
-        count = batch_size(sample)
         source = Source(Streams.seeded(0), step, "synthetic")
+        foreign = foreign_state()
         try:
             with torch.no_grad(), generators_kept(), self._engine.exactly():
+                sample = self._sample(step)
+                count = batch_size(sample)
                 for start in range(0, count, _AT_ONCE):
                     part = slice(start, min(start + _AT_ONCE, count))
                     keyed = Keyed(take(sample, part), torch.arange(part.start, part.stop), source)
@@ -123,6 +125,8 @@ class KroneckerShape:
                 stacklevel=2,
             )
             return list(self._plain)
+        finally:
+            restore_foreign(foreign)
         shapes = [tuple(parameter.shape) for parameter in layout.parameters]
         given = zip(rows, shapes, self._plain, tables, strict=True)
         return [self._map(found, shape, b, table) for found, shape, b, table in given]
@@ -171,6 +175,12 @@ class KroneckerShape:
         ]
         return {"made_at": self._made_at, "sides": kept if self._factors is not None else None}
 
+    def bytes_when_full(self, size: int) -> int:
+        """Of all maps, before there are any."""
+        shapes = [shape for parameter in self._engine.layout.parameters for shape in parameter.shape[:2]]
+        width = self._engine.layout.dtype.itemsize
+        return sum(n * (n if n <= WHOLE else RANK) * width for n in shapes)
+
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over the maps in force."""
         assert state is not None
@@ -207,14 +217,15 @@ def _in_type(side: Side, dtype: torch.dtype) -> Side:
 class TranscriptShape:
     """Factors that give every block its share of a gradient, from what earlier releases say of the blocks' energies.
 
-    A release y of a query with bound C has ‖y_l‖² = ‖signal_l‖² + D_l·σ²C² on the average, and σ²C² is known. Divided by
-    C² and by the squared factor of its step, the difference estimates the energy of block l; a geometric memory of about
-    `shape_memory` steps averages it. What lies within two standard deviations of nothing counts as those two. Until
-    `shape_warmup` releases were seen the factors are those of fan-in, and their geometric mean stays that of fan-in.
+    A release y of a query with bound C has ‖y_l‖² = ‖signal_l‖² + D_l·σ²C² on the average, and σ²C² is known. Divided
+    by C² and by the squared factor of its step, the difference estimates the energy of block l; a geometric memory of
+    about `shape_memory` steps averages it. What lies within two standard deviations of nothing counts as those two.
+    Until `shape_warmup` releases were seen the factors are those of fan-in, and their geometric mean stays that of
+    fan-in.
     """
 
-    def __init__(self, shape: Shape, shapes: Sequence[tuple[int, ...]]):
-        self._shape, self._shapes = shape, [tuple(s) for s in shapes]
+    def __init__(self, shape: Shape, shapes: Sequence[tuple[int, ...]], same: SameOnAllRanks):
+        self._shape, self._shapes, self._same = shape, [tuple(s) for s in shapes], same
         self._plain = shape.weights(self._shapes)
         # Rows of matrices are blocks of their own if that is asked for.
         self._rows = [s[0] if shape.shape_blocks == "row" and len(s) > 1 else 1 for s in self._shapes]
@@ -262,7 +273,9 @@ class TranscriptShape:
         parts = release.split([math.prod(shape) for shape in self._shapes])
         squares = [p.view(rows, -1).double().square().sum(1) for p, rows in zip(parts, self._rows, strict=True)]
         variance = (std / query.bound) ** 2
-        found = torch.cat(squares).cpu() / query.bound**2 - self._sizes * variance
+        # The first rank's sums, for all: another processor rounds otherwise, and ranks must not drift apart.
+        energies = self._same(lambda: torch.cat(squares).cpu(), lambda: torch.empty_like(self._sizes))
+        found = energies / query.bound**2 - self._sizes * variance
         spread = 2 * self._sizes * variance**2
         keep = 1 - 1 / self._shape.shape_memory
         self._energy = keep * self._energy + found / self._current**2
@@ -297,5 +310,5 @@ def start(shape: Shape, engine: Engine, sample: Callable[[int], Batch] | None, s
             )
         return KroneckerShape(shape, engine, sample, same)
     if shape.shape == "transcript":
-        return TranscriptShape(shape, shapes)
+        return TranscriptShape(shape, shapes, same)
     return FixedShape(shape.weights(shapes))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fodp.clipping import Engine, Gradients
 from fodp.clipping.batches import Keyed
-from fodp.clipping.maps import RANK, Kronecker, Side, factors_of, share, whitening
+from fodp.clipping.maps import RANK, WHOLE, Kronecker, Side, factors_of, share, whitening
 from fodp.draws import Source
 from fodp.noise import Streams
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe, size_of, trainable
@@ -158,15 +158,16 @@ def test_whitening_is_the_damped_inverse_root_with_mean_square_one() -> None:
 
 
 def test_whitening_of_many_dimensions_tells_the_largest_apart() -> None:
-    rows = torch.randn(40, 3 * RANK, dtype=torch.float64)
+    size = WHOLE + 40
+    rows = torch.randn(60, size, dtype=torch.float64)
     rows[:, 0] *= 100
-    found = whitening(rows, 0.1, rank=3)
+    found = whitening(rows, 0.1)
     assert found.basis is not None
-    assert found.basis.shape == (3 * RANK, 3)
-    assert found.mean_square(3 * RANK) == pytest.approx(1)
-    one = found.along(torch.eye(3 * RANK, dtype=torch.float64), 0)
+    assert found.basis.shape == (size, RANK)
+    assert found.mean_square(size) == pytest.approx(1)
+    one = found.along(torch.eye(size, dtype=torch.float64), 0)
     assert one[0, 0] < 0.1 * one[1:, 1:].diagonal().min()
-    assert share(Kronecker((2, 3 * RANK), None, found, 0.5)) == pytest.approx(0.25)
+    assert share(Kronecker((2, size), None, found, 0.5)) == pytest.approx(0.25)
 
 
 def test_nothing_to_whiten_by_leaves_everything_as_it_is() -> None:

@@ -153,14 +153,6 @@ class Kronecker:
 Factor = float | Kronecker
 
 
-def applied_(factor: Factor, view: Tensor) -> None:
-    """A parameter's part of a gradient, mapped in place."""
-    if isinstance(factor, Kronecker):
-        factor.map_(view)
-    else:
-        view.mul_(factor)
-
-
 def share(factor: Factor) -> float:
     """The mean squared factor by which a release is mapped back."""
     return factor.mean_square if isinstance(factor, Kronecker) else factor**2
@@ -176,31 +168,35 @@ def _wider(tensor: Tensor, exact: bool) -> Tensor:
 
 # --- maps from second moments -----------------------------------------------------------------------------------
 
-RANK = 128  # eigenvectors that are told apart; all others have one gain
+WHOLE = 256  # dimensions up to which all eigenvectors are told apart
+RANK = 32  # of more dimensions that many, and all others have one gain: two products with a narrow matrix
 ROWS = 1024  # of which second moments are made: more only cost
 
 
-def whitening(rows: Tensor, damping: float, rank: int = RANK) -> Side:
+def whitening(rows: Tensor, damping: float) -> Side:
     """(M/m + damping·1)^(-1/2) of the rows' second moment M with mean eigenvalue m, scaled to mean square one.
 
-    Of eigenvalues beyond the `rank` largest their mean is taken. Rows of nothing give the matrix one.
+    In many dimensions the mean of all but the `RANK` largest eigenvalues is taken. Rows of nothing give the matrix one.
     """
     rows = _some(rows.double())
     size = rows.shape[1]
+    rank = size if size <= WHOLE else RANK
     moments = rows.t() @ rows if size <= len(rows) else rows @ rows.t()
     trace = float(moments.trace())
     if not trace > 0 or not math.isfinite(trace):
         return Side(torch.ones((), dtype=rows.dtype, device=rows.device))
     values, vectors = torch.linalg.eigh(moments)
     values, vectors = values.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
+    known = values > 1e-10 * trace
     if size > len(rows):
-        known = values > 1e-12 * trace
-        values, vectors = values[known], rows.t() @ (vectors[:, known] / values[known].sqrt())
-    left = size - len(values)
-    relative = values * (size / trace)
+        vectors = rows.t() @ (vectors / values.where(known, torch.ones_like(values)).sqrt())
+    vectors = vectors.where(known, torch.zeros_like(vectors))  # a number of columns that rounding does not change
+    relative = values.where(known, torch.zeros_like(values)) * (size / trace)
+    left = size - int(known.sum())
     rest = max(0.0, size - float(relative.sum())) / left if left else 1.0
-    gains, other = (relative + damping).rsqrt(), (rest + damping) ** -0.5
-    scale = math.sqrt(size / (float(gains.square().sum()) + left * other**2))
+    other = (rest + damping) ** -0.5
+    gains = (relative + damping).rsqrt().where(known, torch.full_like(relative, other))
+    scale = math.sqrt(size / (float(gains[known].square().sum()) + left * other**2))
     return Side(torch.full((), other * scale, dtype=rows.dtype, device=rows.device), vectors, (gains - other) * scale)
 
 

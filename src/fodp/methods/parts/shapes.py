@@ -31,7 +31,7 @@ def checked(given: object) -> ShapeChoice:
         return tuple(_checks.positive("each of shape", value) for value in given)
     if not isinstance(given, str):
         raise ConfigurationError(
-            f"shape must be 'none', 'fan-in', 'kronecker', 'transcript' or a list of numbers, got {_checks.shown(given)}"
+            f"shape must be {', '.join(map(repr, SHAPES))} or a list of numbers, got {_checks.shown(given)}"
         )
     return _checks.one_of("shape", given, SHAPES)
 
@@ -63,8 +63,8 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("width", "shape_damping", "shape_floor", "shape_ceiling"):
             _checks.positive(name, getattr(self, name))
-        for name in ("shape_every", "shape_warmup"):
-            _checks.whole(name, getattr(self, name), minimum=0)
+        _checks.whole("shape_every", self.shape_every, minimum=0)
+        _checks.whole("shape_warmup", self.shape_warmup)
         _checks.one_of("shape_inputs", self.shape_inputs, INPUTS)
         _checks.one_of("shape_blocks", self.shape_blocks, BLOCKS)
         if _checks.number("shape_memory", self.shape_memory) < 1:
@@ -73,6 +73,13 @@ class Shape:
             raise ConfigurationError(
                 f"shape_floor {self.shape_floor:g} lies above shape_ceiling {self.shape_ceiling:g}: exchange them"
             )
+
+    @property
+    def in_words(self) -> str:
+        """What is done to a parameter's part of a gradient, for statements of a guarantee."""
+        if self.shape == "kronecker":
+            return "mapped by public matrices (made of made-up or public records and of earlier releases)"
+        return "times a factor made of earlier releases" if self.shape == "transcript" else "times a public factor"
 
     def weights(self, shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
         """b of parameters of these shapes; with fan-in min(1, √(w/inputs)), biases and gains having one input each."""
