@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, kernels, shaping, synthetic
+from fodp import _checks, kernels, shaping
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
@@ -36,6 +36,7 @@ from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
+from fodp.shaping.made_up import made_up
 
 _LOOKS_IN_256 = 1
 
@@ -415,7 +416,7 @@ class Run:
             return lambda _: public_sample
         forms, engine, shape = self._fetcher.forms, self.engine, self.method.parts.shape
         kind = "auto" if shape is None else shape.shape_inputs
-        return lambda step: synthetic.made_up(forms, engine.model, engine.loss_fn, kind, step)
+        return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
     def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
         """One release for all ranks: made on the first."""

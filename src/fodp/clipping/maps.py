@@ -1,7 +1,7 @@
 """Public linear maps of a parameter's gradients: a symmetric matrix on its rows, and one on its inputs.
 
-For an outer product G = Σ_t b_t ⊗ a_t the map L·G·R is Σ_t (L·b_t) ⊗ (R·a_t): the engine maps what a layer was given and
-what came back to it, and no gradient is materialised. A convolution is mapped over its channels, the same at every
+For an outer product G = Σ_t b_t ⊗ a_t the map L·G·R is Σ_t (L·b_t) ⊗ (R·a_t): the engine maps what a layer was given
+and what came back to it, and no gradient is materialised. A convolution is mapped over its channels, the same at every
 place of the kernel; an embedding over its width, and by a number for each row.
 
 Clipping sees mapped gradients only, so one example moves their sum by the clip norm whatever the maps are. They must be
