@@ -175,7 +175,7 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
             return torch.stack([row @ self.weight for row in x]) if len(x) else x @ self.weight
 
     training = trainer(plan("dp-sgd", KRONECKER, steps=1), Mixed(), engine="loop")
-    with pytest.warns(UserWarning, match="takes fan-in"):
+    with pytest.warns(UserWarning, match="takes the shape fan-in"):
         training._one_step()
     assert training.run._shape.current == training.run.method.parts.shape.weights([(5, 3)])
 

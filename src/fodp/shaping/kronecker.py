@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fodp.clipping.batches import Batch, Keyed, batch_size, take
 from fodp.clipping.engine import Engine
-from fodp.clipping.fallback import Unseparable
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.uses import Use
 from fodp.clipping.maps import RANK, ROWS, WHOLE, Factor, Kronecker, Side, factors_of, whitening
@@ -62,23 +61,25 @@ class KroneckerShape:
         source = Source(Streams.seeded(0), step, "synthetic")
         foreign = foreign_state()
         try:
-            with torch.no_grad(), generators_kept(), self._engine.exactly():
+            with torch.no_grad(), generators_kept(), self._engine.exactly(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the loop, which the run's own engine speaks of
                 sample = self._sample(step)
                 count = batch_size(sample)
                 for start in range(0, count, _AT_ONCE):
                     part = slice(start, min(start + _AT_ONCE, count))
                     keyed = Keyed(take(sample, part), torch.arange(part.start, part.stop), source)
-                    for place, use in enumerate(self._engine.recorded(keyed)):
+                    for place, use in enumerate(self._engine.uses(keyed) or ()):
                         rows[place].append(_few(use, layout.parameters[place].shape))
                         tables[place] |= isinstance(use, Rows)
-        except Unseparable as reason:
+        finally:
+            restore_foreign(foreign)
+        if not any(rows):
             warnings.warn(
-                f"shape='kronecker' finds no inputs and back-signals of layers here, and takes fan-in: {reason}",
+                "shape='kronecker' cannot see what this model's layers are given and get back, and takes the shape "
+                "fan-in: layers must keep the examples apart, in their first dimension",
                 stacklevel=2,
             )
             return list(self._plain)
-        finally:
-            restore_foreign(foreign)
         shapes = [tuple(parameter.shape) for parameter in layout.parameters]
         given = zip(rows, shapes, self._plain, tables, strict=True)
         return [self._map(found, shape, b, table) for found, shape, b, table in given]
