@@ -52,7 +52,7 @@ _NEEDS = {
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
 _LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
-          *shapes.ACTING, "shape_share")  # fmt: skip
+          *shapes.ACTING)  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -87,7 +87,13 @@ class CommonParams:
         ones or those of `layer_shares`; the squares of the parts sum to C²) or normalised (every gradient g becomes
         C·g/(‖g‖ + `clip_stability`), so that C drops out but for the rate: Bu et al., Automatic Clipping, 2023).
     shape: none, fan-in (the part of a parameter with more than `width` inputs is scaled by √(width/inputs) before
-        clipping, and the release again), or public numbers of your own, one for each trainable parameter.
+        clipping, and the release again), kronecker, transcript, or public numbers of your own, one for each trainable
+        parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
+        moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
+        model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
+        transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
+        steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
+        `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
     noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
         `clip_schedule` the same on the clip norm.
     """
@@ -124,7 +130,7 @@ class CommonParams:
     shape_memory: float = 100.0
     shape_floor: float = 0.01
     shape_ceiling: float = 4.0
-    shape_share: float = 0.5
+    shape_share: float = 0.25
     auto_ratio: float = 1.8
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ ACTING = {
     "shape_memory": ("transcript",),
     "shape_floor": ("transcript",),
     "shape_ceiling": ("transcript",),
+    "shape_share": ("transcript",),
 }
 ShapeChoice = str | tuple[float, ...]
 
@@ -46,6 +47,9 @@ class Shape:
     post-processing: bound, noise and events are those without a shape. Clipping aside, it is a step of rate lr·b_l².
     Memories, filters and ascents see releases that are mapped back; κ and ζ of fo-dp-sgd stay those of noise without a
     shape unless they are set.
+
+    With `kronecker` b_l is a pair of matrices, and with `transcript` it moves from step to step (`fodp.shaping`): both
+    are made of earlier releases and of records that are nobody's, so the same holds given what was released before.
     """
 
     shape: ShapeChoice
@@ -58,7 +62,7 @@ class Shape:
     shape_memory: float = 100.0
     shape_floor: float = 0.01
     shape_ceiling: float = 4.0
-    shape_share: float = 0.5
+    shape_share: float = 0.25
 
     def __post_init__(self) -> None:
         for name in ("width", "shape_damping", "shape_floor", "shape_ceiling"):
@@ -67,6 +71,7 @@ class Shape:
         _checks.whole("shape_warmup", self.shape_warmup)
         _checks.one_of("shape_inputs", self.shape_inputs, INPUTS)
         _checks.one_of("shape_blocks", self.shape_blocks, BLOCKS)
+        _checks.number("shape_share", self.shape_share)
         if _checks.number("shape_memory", self.shape_memory) < 1:
             raise ConfigurationError(f"shape_memory is a number of steps, at least 1; got {self.shape_memory:g}")
         if self.shape_floor > self.shape_ceiling:
