@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import ConfigurationError, shaping, testing
+import mutants_for_tests
+from fodp import ConfigurationError, audit, shaping, testing
 from fodp.audit.tape import event_faults, promised
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.maps import Kronecker
@@ -241,8 +242,7 @@ def moments_of_the_data(monkeypatch):
     """Whitening by the private inputs' own second moments."""
 
     def private(run, public_sample):
-        inputs, labels = run._fetcher._columns
-        return lambda _: (inputs.nan_to_num(), labels)
+        return lambda _: tuple(c.nan_to_num() if c.is_floating_point() else c for c in run._fetcher._columns)
 
     monkeypatch.setattr(Run, "_made_up", private)
     return KRONECKER
@@ -329,3 +329,20 @@ def test_a_release_that_is_not_mapped_back_once_is_caught(monkeypatch, times):
     for given in SHAPES:
         with pytest.raises(AssertionError):
             test_a_step_is_what_it_is_by_hand(given)
+
+
+# --- the audits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", SHAPES, ids=NAMES)
+def test_no_shape_is_accused_by_an_audit(given):
+    for finding in mutants_for_tests.attacks(mutants_for_tests.plan("dp-sgd", given)):
+        assert finding.consistent, finding.faults[:3]
+        assert finding.epsilon_lower is None or finding.epsilon_lower <= finding.epsilon_claimed
+
+
+@pytest.mark.parametrize("wrong", [moments_of_the_data, energies_before_their_noise])
+def test_an_audit_finds_a_shape_from_private_numbers(monkeypatch, wrong):
+    the_plan = mutants_for_tests.plan("dp-sgd", wrong(monkeypatch))
+    model, dataset, _ = mutants_for_tests.problem()
+    assert not audit.replay_neighbours(the_plan, model, losses, dataset).consistent

@@ -122,7 +122,7 @@ class CommonParams:
     clip_stability: float = 0.01
     shape: ShapeChoice = "none"
     width: float = 64.0
-    shape_damping: float = 0.1
+    shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
     shape_blocks: str = "parameter"

@@ -54,7 +54,7 @@ class Shape:
 
     shape: ShapeChoice
     width: float
-    shape_damping: float = 0.1
+    shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
     shape_blocks: str = "parameter"
