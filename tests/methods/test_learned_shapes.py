@@ -187,7 +187,7 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        (dict(shape="fan-in", shape_damping=1.0), "shape_damping does nothing without shape='kronecker'"),
+        (dict(shape="fan-in", shape_damping=2.0), "shape_damping does nothing without shape='kronecker'"),
         (dict(shape="kronecker", shape_memory=9.0), "shape_memory does nothing without shape='transcript'"),
         (dict(shape="kronecker", shape_damping=0.0), "shape_damping"),
         (dict(shape="kronecker", shape_every=-1), "shape_every"),

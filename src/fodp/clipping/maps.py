@@ -11,6 +11,7 @@ public: made of shapes, releases, and inputs that are nobody's.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,12 +33,38 @@ class Side:
 
     def along(self, tensor: Tensor, dim: int) -> Tensor:
         """The matrix times the tensor, along one of its dimensions."""
-        moved = tensor.movedim(dim, -1)
-        found = moved * self.diagonal.to(tensor)
-        if self.basis is not None and self.gains is not None:
-            basis = self.basis.to(tensor)
-            found = found + ((moved @ basis) * self.gains.to(tensor)) @ basis.t()
-        return found.movedim(-1, dim).contiguous()
+        dim, size = dim % tensor.dim(), tensor.shape[dim]
+        after = math.prod(tensor.shape[dim + 1 :])
+        if self.basis is None:
+            scale = self.diagonal.to(tensor)
+            return tensor * (scale if scale.dim() == 0 else scale.view(-1, *[1] * (tensor.dim() - 1 - dim)))
+        if after == 1:
+            return self._rows(tensor.reshape(-1, size)).reshape(tensor.shape)
+        return self._columns(tensor.reshape(-1, size, after)).reshape(tensor.shape)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """[rows, n] times the matrix."""
+        if self.matrix is not None:
+            return rows @ self.matrix.to(rows)
+        diagonal, basis, gains = (part.to(rows) for part in self.tensors())
+        return torch.addmm(rows * diagonal, (rows @ basis).mul_(gains), basis.t())
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        """The matrix times [..., n, columns]."""
+        if self.matrix is not None:
+            return torch.matmul(self.matrix.to(columns), columns)
+        diagonal, basis, gains = (part.to(columns) for part in self.tensors())
+        inside = torch.matmul(basis.t(), columns).mul_(gains[:, None])
+        return torch.matmul(basis, inside).add_(columns * (diagonal if diagonal.dim() == 0 else diagonal[:, None]))
+
+    @cached_property
+    def matrix(self) -> Tensor | None:
+        """Written out where that is less to multiply by."""
+        if self.basis is None or self.gains is None or self.basis.shape[0] > 2 * self.basis.shape[1]:
+            return None
+        whole = (self.basis * self.gains) @ self.basis.t()
+        whole.diagonal().add_(self.diagonal)
+        return whole
 
     @property
     def is_diagonal(self) -> bool:
@@ -76,7 +103,7 @@ class Kronecker:
 
     def map_(self, part: Tensor) -> Tensor:
         """One gradient of this parameter, flat or not, mapped in place."""
-        return part.copy_(self(part.view(self.shape)).view(part.shape))
+        return part.copy_(self(part.view(self.shape)).reshape(part.shape))
 
     @property
     def mean_square(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fodp.clipping.layers.uses import square_sums
 from fodp.clipping.maps import Factor, Kronecker, Side
 from fodp.methods.parts.shapes import Shape
 from fodp.queries import Query
@@ -70,7 +71,7 @@ class TranscriptShape:
         if not query.bound or release.numel() != int((self._sizes).sum()):
             return
         parts = release.split([math.prod(shape) for shape in self._shapes])
-        squares = [p.view(rows, -1).double().square().sum(1) for p, rows in zip(parts, self._rows, strict=True)]
+        squares = [square_sums(p.view(rows, -1)) for p, rows in zip(parts, self._rows, strict=True)]
         variance = (std / query.bound) ** 2
         # The first rank's sums, for all: another processor rounds otherwise, and ranks must not drift apart.
         energies = self._same(lambda: torch.cat(squares).cpu(), lambda: torch.empty_like(self._sizes))
