@@ -346,3 +346,8 @@ def test_an_audit_finds_a_shape_from_private_numbers(monkeypatch, wrong):
     the_plan = mutants_for_tests.plan("dp-sgd", wrong(monkeypatch))
     model, dataset, _ = mutants_for_tests.problem()
     assert not audit.replay_neighbours(the_plan, model, losses, dataset).consistent
+
+
+def test_the_statement_says_what_a_shape_is_made_of():
+    assert "mapped by public matrices (made of made-up or public records" in plan("dp-sgd", KRONECKER).statement()
+    assert "times a factor made of earlier releases, is clipped to norm 1" in plan("dp-sgd", TRANSCRIPT).statement()
