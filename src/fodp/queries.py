@@ -5,6 +5,8 @@ accounting cannot disagree: the noise multiplier of an accounting event is compu
 """
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +15,16 @@ from fodp import _checks
 from fodp._checks import PrivacyError
 
 Terms = tuple[tuple[float, Tensor], ...]
-Blocks = tuple[tuple[int, float], ...]
+
+
+class LinearMap(Protocol):
+    """A public linear map of a block."""
+
+    def map_(self, part: Tensor) -> Tensor:
+        """Apply it in place."""
+
+
+Blocks = Sequence[tuple[int, float | LinearMap]]
 
 
 class Query:
@@ -22,7 +33,8 @@ class Query:
     Scaling it scales the bound; adding a tensor computed from earlier releases leaves it; adding two
     queries of one lot adds the bounds. The value is kept as a sum of terms and worked out once, at release.
     `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `shape`, lengths of
-    blocks and a factor for each, says how the value was scaled before it was bounded: `map_back_` scales its release.
+    blocks and a factor or symmetric map for each, says how the value was scaled before it was bounded: `map_back_` does
+    the same to its release.
     """
 
     def __init__(
@@ -79,10 +91,13 @@ class Query:
     __radd__ = __add__
 
     def map_back_(self, release: Tensor) -> Tensor:
-        """The release of this query with each block scaled by its factor again, in place: post-processing."""
+        """The release of this query with each block scaled or mapped again, in place: post-processing."""
         if self.shape is not None:
             for part, (_, factor) in zip(release.split([size for size, _ in self.shape]), self.shape, strict=True):
-                part.mul_(factor)
+                if isinstance(factor, float | int):
+                    part.mul_(factor)
+                else:
+                    factor.map_(part)
         return release
 
     def noise_multiplier(self, std: float) -> float:

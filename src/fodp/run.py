@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, kernels
+from fodp import _checks, kernels, shaping
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
@@ -20,6 +20,7 @@ from fodp.clipping.batches import Keyed, Parts, repeat, take
 from fodp.clipping.buffers import KeptState, modules_of
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
+from fodp.clipping.maps import share
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
@@ -35,6 +36,8 @@ from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
+from fodp.shaping import Shaping
+from fodp.shaping.made_up import made_up
 
 _LOOKS_IN_256 = 1
 
@@ -46,6 +49,8 @@ class Run:
     event is not the promised one is refused before its noise is drawn, and so is a model that
     writes into its buffers, before anything of the step is used.
     """
+
+    _has_loss = True  # False: the loss is in a loop of the owner's, and cannot be asked about public records
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Run:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        public_sample: Any = None,
     ):
         self.plan = plan
         self.step = 0
@@ -106,7 +112,9 @@ class Run:
             shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
             self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
         self.average = None if parts.average is None else RunningAverage(parts.average)
-        self._shape = None if parts.shape is None else parts.shape.weights(self.shapes)
+        self._shape: Shaping | None = None
+        if parts.shape is not None:
+            self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
         self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
         self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
@@ -195,6 +203,8 @@ class Run:
 
     def _made_step(self, kept: KeptState) -> Tensor:
         """What the method releases, if it is what the plan promised and the model has kept nothing."""
+        if self._shape is not None:
+            self._shape.factors(self.step)
         context = self if self.method.parts.schedules is None else _Scheduled(self)
         released = self.method.step(context, self.state)
         kept.refuse_changes()
@@ -272,7 +282,7 @@ class Run:
             stability=self.method.parts.stability,
             total=self.ranks.total,
         )
-        asked = asked if self._shape is None else asked.shaped(self._shape)
+        asked = asked if self._shape is None else asked.shaped(self._shape.factors(self.step))
         return asked if blocks is None else asked.scaled(blocks)
 
     def refuse_wrong_loss(self) -> None:
@@ -389,12 +399,28 @@ class Run:
         name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
         if self._correlated is None:
             self._noise_std = std
-            return query.map_back_(self._noised(query, std, name))
+            return self._mapped_back(query, self._noised(query, std, name))
         if sum(self._releases.values()) > 1:
             raise PrivacyError(f"step {self.step} has released already: correlated noise is for one release in a step")
         released = self._noised(query, std, name, self._correlated)
         self._noise_std = std * math.sqrt(self.ranks.number(self._correlated.variance))
+        return self._mapped_back(query, released)
+
+    def _mapped_back(self, query: Query, released: Tensor) -> Tensor:
+        """The release without its shape, which has seen it: post-processing."""
+        if self._shape is not None and query.shape is not None:
+            self._shape.see(query, released, self._noise_std)
         return query.map_back_(released)
+
+    def _made_up(self, public_sample: Any) -> Callable[[int], Any] | None:
+        """Public records for a step: the user's, or made up from what is public of the data's form."""
+        if not self._has_loss:
+            return None
+        if public_sample is not None:
+            return lambda _: public_sample
+        forms, engine, shape = self._fetcher.forms, self.engine, self.method.parts.shape
+        kind = "auto" if shape is None else shape.shape_inputs
+        return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
     def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
         """One release for all ranks: made on the first."""
@@ -435,10 +461,11 @@ class Run:
         return total / self.plan.lot_size**2
 
     def noise_share(self, parameter: Tensor) -> float:
-        """What share of that variance the noise of a parameter has: b² of its shape."""
-        for known, b in zip(self.engine.layout.parameters, self._shape or (), strict=False):
-            if known is parameter:
-                return b**2
+        """What share of that variance the noise of a parameter has: the mean squared factor of its way back."""
+        if self._shape is not None:
+            for known, factor in zip(self.engine.layout.parameters, self._shape.current, strict=True):
+                if known is parameter:
+                    return share(factor)
         return 1.0
 
     def parameters(self) -> Tensor:
@@ -471,6 +498,8 @@ class Run:
         kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
         if self.average is not None:
             kept["average"] = self.average.state_views() if views else self.average.state_dict()
+        shape = None if self._shape is None else self._shape.state_dict()
+        kept |= {} if shape is None else {"shape": shape}
         return kept | {
             "method": method,
             "filter": smoothing,
@@ -484,7 +513,7 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self._shape)
         size = self.engine.layout.size
         return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
 
@@ -501,6 +530,8 @@ class Run:
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()
         self._noise_stds.extend(state["noise_stds"])
+        if self._shape is not None:
+            self._shape.load_state_dict(state.get("shape"))
         self.engine.rows_at_once = state.get("rows_at_once")  # another split of a lot has other last bits
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])

@@ -267,6 +267,11 @@ class Fetcher:
             self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
         return self._collated(found, source, names)
 
+    @property
+    def forms(self) -> tuple[torch.Tensor, ...] | None:
+        """Empty columns: the shapes and types of records that are tensors, which are public; None where they differ."""
+        return None if self._columns is None else tuple(column[:0] for column in self._columns)
+
     def records(self, indices: torch.Tensor, source: Source) -> list[Any]:
         """These records as the data set gives them, not yet a batch."""
         return self._read(indices, source, indices)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fodp._checks import ConfigurationError
 from fodp.clipping.gradients import ByNorm, Gradients, as_fractions
+from fodp.clipping.maps import Factor
 from fodp.queries import Query
 
 
@@ -48,7 +49,7 @@ class Gathered(Gradients):
         """Refused: parts were summed as they came."""
         self._refuse()
 
-    def shaped(self, factors: Sequence[float]) -> "Gathered":
+    def shaped(self, factors: Sequence[Factor]) -> "Gathered":
         """Refused: parts were summed as they came."""
         self._refuse()
 

@@ -59,7 +59,8 @@ _NEEDS = {
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
 _LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
-          "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup")  # fmt: skip
+          "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup",
+          *shapes.ACTING)  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -97,7 +98,13 @@ class CommonParams:
         ones or those of `layer_shares`; the squares of the parts sum to C²) or normalised (every gradient g becomes
         C·g/(‖g‖ + `clip_stability`), so that C drops out but for the rate: Bu et al., Automatic Clipping, 2023).
     shape: none, fan-in (the part of a parameter with more than `width` inputs is scaled by √(width/inputs) before
-        clipping, and the release again), or public numbers of your own, one for each trainable parameter.
+        clipping, and the release again), kronecker, transcript, or public numbers of your own, one for each trainable
+        parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
+        moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
+        model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
+        transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
+        steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
+        `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
     noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
         `clip_schedule` the same on the clip norm.
     average: of the iterates, what is scored, exported and left in the model when a fit ends: none (the last one), ema
@@ -133,6 +140,15 @@ class CommonParams:
     average_decay: float = 0.99
     average_share: float = 0.25
     average_power: float = 8.0
+    shape_damping: float = 1.0
+    shape_every: int = 0
+    shape_inputs: str = "auto"
+    shape_blocks: str = "parameter"
+    shape_warmup: int = 50
+    shape_memory: float = 100.0
+    shape_floor: float = 0.01
+    shape_ceiling: float = 4.0
+    shape_share: float = 0.25
     auto_ratio: float = 2.0
     lr_schedule: str = "constant"
     lr_warmup: int = 0
@@ -196,7 +212,13 @@ class CommonParams:
         acting |= {"clip_stability"} if self.clip == "normalised" else set()
         for name, needed in _NEEDS.items():
             self._refuse_unused(name in acting, needed, name)
-        self._refuse_unused(self.shape == "fan-in", "shape='fan-in'", "width")
+        for name, those in shapes.ACTING.items():
+            self._refuse_unused(self.shape in those, f"shape={' or '.join(map(repr, those))}", name)
+        if self.shape in ("kronecker", "transcript") and issubclass(UPDATES[self.update], CorrectedAdam):
+            raise ConfigurationError(
+                f"update {self.update!r} must know the noise of every number, and shape={self.shape!r} mixes or moves "
+                "it: use another update, or shape='fan-in'"
+            )
         self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
         _checks.positive("auto_ratio", self.auto_ratio)
         if self.momentum and "momentum" not in acting:

@@ -226,6 +226,7 @@ class _LoopRun(Run):
     """A run that draws when the loader is asked and steps when the owner's optimizer does."""
 
     engine: Recorder
+    _has_loss = False
 
     def __init__(
         self,

@@ -75,6 +75,9 @@ class Trainer:
     never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
     `num_workers` processes read lots ahead while others are trained on (`pin_memory` for an accelerator): the run is
     the same, bit for bit. Data made of tensors, and methods with several lots in a step, are read without them.
+
+    `public_sample`, for the shape kronecker, is a batch of public records, as loss_fn takes them, by which layers'
+    inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Trainer:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        public_sample: Any = None,
     ):
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
@@ -119,6 +123,7 @@ class Trainer:
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            public_sample=public_sample,
         )
         self.optimizer = fitting_optimizer(self.run, optimizer)
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
