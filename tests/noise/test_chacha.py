@@ -111,7 +111,7 @@ def test_radii_are_exact_at_both_ends(dtype):
 
 def elsewhere(streams, count, step=0, name="noise"):
     """The CPU stands in for a device: streams take the path of accelerators."""
-    return streams._normal_on_device(torch.empty(count), 1.0, step, name)
+    return streams.add_normal_(torch.zeros(count), 1.0, step, name)
 
 
 @pytest.mark.rule(11)
