@@ -96,12 +96,8 @@ class OnStandIn(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as a CPU tensor; who loads it sends it where it belongs."""
-        return _again, (self.held,)
-
-
-def _again(held: Tensor) -> "OnStandIn":
-    return OnStandIn(held)
+        """Saved as a CPU tensor: whoever loads it must send it where it belongs."""
+        return self.held.__reduce_ex__(protocol)
 
 
 def device() -> torch.device:
