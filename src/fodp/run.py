@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fodp import _checks, kernels
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp._lengths import Length, LengthOnDevice, in_tensors
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
@@ -477,6 +477,7 @@ class Run:
             "clip_norm": clip,
             "noise_stds": _read(self._noise_stds),
             "kernels": kernels.library() is not None,
+            "device": self.engine.layout.device.type,
             # Where lots are split says something about the records in them; a secure run can do without.
             "rows_at_once": self.engine.rows_at_once if self.plan.seed is not None else None,
         }
@@ -491,6 +492,12 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
         noise with none of before: its next step must begin a round (`next_round`)."""
+        before, now = state.get("device", "cpu"), self.engine.layout.device.type
+        if self.plan.seed is not None and before != now:
+            raise LedgerError(
+                f"this seeded run began on {before} and would go on on {now}, where its noise is another: steps that "
+                f"are charged once would be released twice. Move the model to {before}, or start a new run"
+            )
         if self._correlated is not None and self.plan.seed is not None:
             self._correlated.load_state_dict(state["noise"])
         elif self._correlated is not None:

@@ -1,7 +1,7 @@
 """Every method, memory, filter, clip rule and checkpoint on a device that is not the CPU: the stand-in.
 
-It refuses to mix devices, and counts the calls on which a host would wait. The first lots are looked at, as is about one
-step in 256: what a look reads is no ordinary step's.
+It refuses to mix devices, and counts the calls on which a host would wait. The first lots are looked at, as is about
+one step in 256: what a look reads is no ordinary step's.
 """
 
 import math
@@ -24,7 +24,7 @@ ALLOWED = {
     "dp-is with a quantile": ({"_local_scalar_dense"}, "C decides the rate of a lot, and lots are drawn on the host"),
     "adambc after a memory": ({"tolist"}, "the noise left by feedback is a recursion over thousands of steps"),
     "exact noise": (
-        {"_local_scalar_dense", "_to_copy to standin"},
+        {"_local_scalar_dense"},
         "it is made on the CPU from whole numbers, and sums are looked at for their range",
     ),
     "buffers": ({"equal"}, "a model that writes into its buffers is refused before its step is used"),
@@ -60,7 +60,11 @@ def there(model, batch):
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
+OPTIONS = "microbatch", "copies", "augment", "owners"  # of a trainer; the rest are fields of the plan
+
+
 def trainer_of(method, params, model=None, loss=there, dataset=None, **changes):
+    options = {name: changes.pop(name) for name in OPTIONS if name in changes}
     model = network(torch.float32) if model is None else model
     model = model.to(device())
     given = data(dtype=torch.float32) if dataset is None else dataset
@@ -69,7 +73,7 @@ def trainer_of(method, params, model=None, loss=there, dataset=None, **changes):
         with torch.no_grad():
             return loss(model, data(30, 9, torch.float32).tensors).mean().item()
 
-    return Trainer(model, loss, given, plan(method, params, **changes), public_score=score)
+    return Trainer(model, loss, given, plan(method, params, **changes), public_score=score, **options)
 
 
 def ordinary_waits(training, steps=STEPS):
@@ -305,3 +309,80 @@ def test_a_clipped_sum_on_the_device_keeps_its_bound():
     part = clipper.clipped_sum((inputs[keep], labels[keep]), 0.5, records=torch.arange(12)[keep])
     assert 0 < float((on_cpu(whole) - on_cpu(part)).norm()) <= 0.5 * (1 + 1e-5)
     assert math.isfinite(float(on_cpu(whole).norm()))
+
+
+class ByHand(nn.Module):
+    """A parameter that no layer has: functions are watched instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.linear(x * self.scale)
+
+
+def test_functions_that_are_watched_wait_for_nothing_either():
+    training = trainer_of("dp-sgd", {}, ByHand())
+    assert not ordinary_waits(training)
+    assert training.run.engine.path == "functions"
+
+
+def test_a_whole_fit_with_scores_averages_and_the_loop_goes_through():
+    """Callbacks and the one-example loop may wait; they must not mix devices."""
+    test = data(20, 3, torch.float32)
+    training = trainer_of("fo-dp-sgd", {"quantile": 0.5}, steps=4)
+    training.callbacks += [fodp.callbacks.Evaluate(test), fodp.callbacks.WeightAverage()]
+    result = training.fit()
+    assert result.reason == "finished"
+    assert 0 <= training.metrics["accuracy"] <= 1
+    loop = Trainer(network(torch.float32).to(device()), there, data(dtype=torch.float32), plan("dp-sgd"), engine="loop")
+    for _ in range(2):
+        loop._one_step()
+    assert loop.run.engine.path == "loop"
+
+
+@pytest.mark.rule(11)
+def test_a_seeded_run_does_not_go_on_on_another_device(tmp_path):
+    """Its noise would be another, on steps that are charged once."""
+    far = trainer_of("dp-sgd", {})
+    far._one_step()
+    far.save(tmp_path / "run.ckpt")
+    near = Trainer(network(torch.float32), lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+                   data(dtype=torch.float32), plan("dp-sgd"))  # fmt: skip
+    with pytest.raises(fodp.PrivacyError, match="began on standin and would go on on cpu"):
+        near.resume(tmp_path / "run.ckpt")
+
+
+def test_a_loop_of_ones_own_on_the_device():
+    model = network(torch.float32).to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = fodp.make_private(
+        model, optimizer, data(dtype=torch.float32), plan("fo-dp-sgd", {"quantile": 0.5}), loss_reduction="mean"
+    )
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.to(device())), labels.to(device())).backward()
+        optimizer.step()
+    assert all(on_cpu(p.detach()).isfinite().all() for p in model.parameters())
+
+
+def in_passing(training):
+    """How many ordinary steps wait, and that the weights stay finite."""
+    found = ordinary_waits(training)
+    assert weights(training).isfinite().all()
+    return dict(found)
+
+
+def test_micro_batches_copies_and_data_on_the_device_wait_for_nothing():
+    here, far = data(dtype=torch.float32), [column.to(device()) for column in data(dtype=torch.float32).tensors]
+    assert not in_passing(trainer_of("dp-sgd", {"quantile": 0.5}, microbatch=5))
+    assert not in_passing(trainer_of("dp-sgd", {}, copies=2, augment=lambda batch: (batch[0] + 0.1, batch[1])))
+    assert not in_passing(trainer_of("fo-dp-sgd", {}, dataset=torch.utils.data.TensorDataset(*far), microbatch=5))
+    assert len(here) == len(far[0])
+
+
+def test_people_on_the_device_wait_for_nothing():
+    owners = [f"person {math.isqrt(i)}" for i in range(24)]  # of one record, of three, of more
+    people = dict(unit="person", records_per_person=5)
+    assert not in_passing(trainer_of("dp-sgd", {}, owners=owners, **people))

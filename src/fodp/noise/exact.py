@@ -58,7 +58,8 @@ def release(query: Query, std: Length, noise: WordStreams, step: int, name: str)
         raise PrivacyError(
             f"the sum is too large for exact noise of std {std:g}: float64 counts to 2^53 grid cells only"
         )
-    cells += torch.from_numpy(rounded_normals(value.numel(), noise, step, name)).to(cells.device).view(cells.shape)
+    made = torch.from_numpy(rounded_normals(value.numel(), noise, step, name))
+    cells += made.to(cells.device, non_blocking=True).view(cells.shape)
     return cells.mul_(grid).to(query.dtype)
 
 

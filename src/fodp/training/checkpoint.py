@@ -65,6 +65,8 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
         trainer.model.load_state_dict(saved["model"])
         _load_optimizer(trainer.optimizer, saved["optimizer"])
         trainer.run.load_state_dict(saved["state"])
+    except LedgerError:  # says what is wrong itself
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise ConfigurationError(
