@@ -71,6 +71,11 @@ def state(key: bytes) -> tuple[int, ...]:
     return (*_CONSTANTS, *(int.from_bytes(key[i : i + 4], "little") for i in range(0, 32, 4)), 0, 0, 0, 0)
 
 
+def key_words(key: bytes) -> tuple[int, ...]:
+    """The key's words, signed: then all have one type, and Triton does not compile anew for every key."""
+    return tuple(_signed(word) for word in state(key)[4:12])
+
+
 def reference_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
     """Add numbers offset, offset + 1, … of the stream of N(0, std²) under `key` to `out`, which is contiguous."""
     return _added(out, std, key, offset, _eager)
@@ -96,8 +101,8 @@ def _added(out: Tensor, std: float, key: bytes, offset: int, make: Make) -> Tens
 
 def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
     """The same by the fastest way of the device: one kernel on CUDA, compiled tensor operations elsewhere."""
-    if out.device.type == "cuda" and (kernel := _triton()) is not None:
-        kernel.add_normals_(out, std, key, offset)  # type: ignore[attr-defined]
+    if out.device.type == "cuda" and (kernel := _triton(out.device)) is not None:
+        kernel(out, std, key, offset)
         return out
     if out.numel() >= _WORTH_COMPILING and (make := _compiled(out.device, out.dtype)) is not None:
         return _added(out, std, key, offset, make)
@@ -121,12 +126,18 @@ def _compiled(device: torch.device, dtype: torch.dtype) -> Make | None:
 
 
 @cache
-def _triton() -> object | None:
+def _triton(device: torch.device) -> Callable[[Tensor, float, bytes, int], None] | None:
+    """The kernel for CUDA, compared once as above; None where Triton is missing, or does not do what it should."""
     try:
-        from fodp.noise import chacha_triton
-    except ImportError:  # PyTorch for CUDA brings Triton on Linux; elsewhere tensor operations do
+        from fodp.noise import chacha_triton  # PyTorch for CUDA brings Triton on Linux
+
+        theirs, ours = (torch.full((40_960,), 0.25, device=device) for _ in range(2))
+        chacha_triton.add_normals_(theirs, 1.5, bytes(range(32)), 7)
+        if torch.allclose(theirs, reference_(ours, 1.5, bytes(range(32)), 7), rtol=0, atol=_LAST_BITS):
+            return chacha_triton.add_normals_
+    except Exception:
         return None
-    return chacha_triton
+    return None
 
 
 def _normals(words: Tensor, dtype: torch.dtype) -> Tensor:
