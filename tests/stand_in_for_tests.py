@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+try:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+except ImportError:  # PyTorch below 2.10
+    _setup_privateuseone_for_python_backend = None
 
 NAME = "standin"
+IS_THERE = _setup_privateuseone_for_python_backend is not None
 aten = torch.ops.aten
 # What reads values of its input on the host, or has an output whose size depends on them.
 _READS = {

@@ -15,7 +15,9 @@ import fodp
 from fodp.methods import METHODS
 from fodp.testing import data, network, plan
 from fodp.training.trainer import Trainer
-from stand_in_for_tests import NAME, OnStandIn, counted, device
+from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
+
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="this PyTorch cannot register a device in Python")
 
 LOOKED_AT, STEPS = 3, 6
 # What a step may wait for, with the reason; everything else is a new wait, and fails.

@@ -65,10 +65,8 @@ def noise_ns(device: torch.device, numbers: int = _NUMBERS) -> float:
 
 def device_name(device: torch.device) -> str:
     """What it is called by whoever made it."""
-    module = getattr(torch, device.type, None)
-    if device.type == "cpu" or not hasattr(module, "get_device_name"):
-        return f"{device.type} ({platform.processor() or platform.machine()})"
-    return str(module.get_device_name(device))
+    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return f"{device.type} ({platform.processor() or platform.machine()})" if ask is None else str(ask(device))
 
 
 def markdown(results: dict[str, Any]) -> str:
