@@ -72,6 +72,11 @@ def in_tensors(length: Length) -> float | Tensor:
     return length.value if isinstance(length, LengthOnDevice) else length
 
 
+def read(length: Length) -> float:
+    """The number on the host; where a device knows it, the host waits for that: not for a step that must not."""
+    return float(length) if isinstance(length, LengthOnDevice) else length
+
+
 def clip_norm(name: str, length: Length) -> Length:
     """A clip norm that float32 can keep (`_checks.clip_norm`), wherever it lies between its ends."""
     if not isinstance(length, LengthOnDevice):

@@ -388,3 +388,24 @@ def test_people_on_the_device_wait_for_nothing():
     owners = [f"person {math.isqrt(i)}" for i in range(24)]  # of one record, of three, of more
     people = dict(unit="person", records_per_person=5)
     assert not in_passing(trainer_of("dp-sgd", {}, owners=owners, **people))
+
+
+def test_a_step_that_reads_is_found_out(monkeypatch):
+    """The counter itself: a method that looks at its release, a memory that looks at a distance."""
+    from fodp.memory.weights import FractionalMemory
+    from fodp.methods.dp_sgd import DPSGD
+
+    step, by_lag = DPSGD.step, FractionalMemory.by_lag
+
+    def reading(self, run, state):
+        released = step(self, run, state)
+        return released if released.norm() > 0 else released * 2
+
+    def looking(self):
+        weights = by_lag(self)
+        return weights.tolist() if isinstance(weights, torch.Tensor) else weights
+
+    monkeypatch.setattr(DPSGD, "step", reading)
+    assert set(ordinary_waits(trainer_of("dp-sgd", {}))) == {"_local_scalar_dense"}
+    monkeypatch.setattr(FractionalMemory, "by_lag", looking)
+    assert set(ordinary_waits(trainer_of("fo-dp-sgd", {}))) == {"tolist"}

@@ -18,7 +18,7 @@ def _turn(x, bits: tl.constexpr):  # type: ignore[no-untyped-def]
     return (x << bits) | (x >> (32 - bits))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _quarter(a, b, c, d):  # type: ignore[no-untyped-def]
     a += b
     d = _turn(d ^ a, 16)
@@ -48,7 +48,7 @@ def _store_pair(out, number, size, high, low, angle, std, to_second: tl.constexp
     tl.store(place, tl.load(place, mask=second) + radius * tl.sin(turn), mask=second)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _block(k0, k1, k2, k3, k4, k5, k6, k7, counter):  # type: ignore[no-untyped-def]
     """The sixteen words of each counter's block (RFC 8439, nonce zero)."""
     zero = tl.zeros_like(counter)

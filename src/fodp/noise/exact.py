@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fodp._checks import PrivacyError
-from fodp._lengths import Length
+from fodp._lengths import Length, read
 from fodp.queries import Query
 from fodp.sampling import WordStreams
 
@@ -51,7 +51,7 @@ def release(query: Query, std: Length, noise: WordStreams, step: int, name: str)
     noise is larger than std by the little that rounding costs (0.06% for the paper's MLP).
     """
     value = query.add_to(query.empty(torch.float64).zero_())  # the rounding below is the only one that counts
-    std, bound = float(std), float(query.bound)  # on another device the host waits: this noise is made on the CPU
+    std, bound = read(std), read(query.bound)  # on another device the host waits: this noise is made on the CPU
     grid = raised(std, bound, value.numel()) / CELLS
     cells = value.div_(grid).round_()
     if not cells.abs().max() < 2**52:
