@@ -114,6 +114,7 @@ def checkpoint_list(seeded, ledger, callbacks):
             "clip_norm": NoneType,
             "noise_stds": Each(float),
             "kernels": bool,
+            "device": str,
             # Where lots are split says something about the records in them: seeded runs need it to repeat.
             "rows_at_once": (int, NoneType) if seeded else NoneType,
         },

@@ -66,6 +66,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
     add("--augment", metavar="NAME", help="of images: standard, crop, flip or crop+flip; see --copies")
     add("--copies", type=int, metavar="K", help="augmented pictures of a record, averaged before clipping; default 1")
+    add("--device", metavar="NAME", help="where to train: cpu (default), cuda, cuda:1, … (docs/scaling.md)")
     add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
@@ -113,6 +114,7 @@ def _fresh_name() -> Path:
 def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Alone | None") -> int:
     import torch
 
+    from fodp import _devices
     from fodp.cli.rehearsal import rehearse
     from fodp.data.models import build, loss_for, source_code
     from fodp.ranks import ALONE
@@ -123,6 +125,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
 
     ranks = ranks or ALONE
     use_threads(options)
+    device = _devices.named(config.get("device", "cpu"))  # the run's own: seeded noise differs from one to another
     splits = load_data(config, options)
     plan = make_plan(config, splits)
     _tell_large_delta(plan.delta, config.get("assume_people", splits.card.train_size))
@@ -130,6 +133,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     torch.manual_seed(plan.seed % 2**64 if plan.seed is not None else int(ranks.text(lambda: str(torch.seed()))))
     model = build(config["model"], splits.card)
     rehearse(config["model"], model, splits.card)
+    model.to(device)
 
     callbacks: list[Callback] = [*_scoring(config, splits), CSVLog(folder.metrics)]
     if not options.quiet and ranks.is_first:
@@ -139,7 +143,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     shared = _open_ledger(folder.ledger_of(config), config, options) if named else None
     trainer = Trainer(
         model,
-        loss_for(splits.card),
+        loss_for(splits.card, device),
         splits.train,
         plan,
         owners=splits.owners,

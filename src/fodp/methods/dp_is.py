@@ -85,7 +85,8 @@ class DPIS(DPSGD):
 
     def step(self, run: StepContext, state: DPISState) -> Tensor:
         """Refresh K̃ if it is time; candidates, rejection, release."""
-        plan, C, b, cap = run.plan, run.clip_norm, run.plan.lot_size, self._cap(run.plan)
+        plan, b, cap = run.plan, run.plan.lot_size, self._cap(run.plan)
+        C = float(run.clip_norm)  # the rate of the lot follows it, and lots are drawn on the host
         if run.step % self.params.refresh == 0:
             everyone = run.draw(rate=1.0, name="normaliser")
             norms = run.gradients(everyone).norm_sum(C)

@@ -70,6 +70,8 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
             trainer.run.engine.layout.write(saved["iterate"])
         _load_optimizer(trainer.optimizer, saved["optimizer"])
         trainer.run.load_state_dict(saved["state"])
+    except LedgerError:  # says what is wrong itself
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise ConfigurationError(
@@ -233,7 +235,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
                 f"the checkpoint {path} is damaged, was changed or is not ours (its digest differs); restore a copy of "
                 "it, or go on with the version of fodp that wrote it"
             )
-        content = torch.load(path, weights_only=True, map_location=device)
+        # An optimizer sends its own state where its parameters are, and some of it must stay on the CPU.
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        content = {key: part if key == "optimizer" else _sent(part, device) for key, part in content.items()}
     except PrivacyError:
         raise
     except FileNotFoundError:
@@ -249,6 +253,15 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         )
     content["digest"] = found
     return content
+
+
+def _sent(value: Any, device: torch.device | str) -> Any:
+    """The same with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _sent(part, device) for key, part in value.items()}
+    return type(value)(_sent(part, device) for part in value) if type(value) in (list, tuple) else value
 
 
 def _digests(path: Path) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import torch
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
+from fodp._lengths import read
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.methods import Method
@@ -62,7 +63,7 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
         return  # a constant rate, or an optimizer of the user's
     factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
     if _follows_clip(run):
-        factor *= run.plan.clip_norm / run.last_clip_norm
+        factor *= run.plan.clip_norm / read(run.last_clip_norm)  # waits for a device that knows it
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
 

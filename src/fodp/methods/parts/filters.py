@@ -14,6 +14,7 @@ from torch import Tensor
 from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.memory import FractionalMemory, noise_floor
+from fodp.memory.passes import Weights
 from fodp.memory.window import WindowMemory
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
@@ -130,19 +131,23 @@ class MemoryAfterRelease:
 
     def __init__(self, beta: float, memory: WindowMemory):
         self.beta, self.memory = _checks.fraction("beta", beta), memory
-        self._mixed: Sequence[float] = ()  # shares of the last mix
+        self._mixed: tuple[float, Weights] | None = None  # β and the memory's weights of the last mix
 
     def __call__(self, release: Tensor) -> Tensor:
         return self.mix_(release.clone())
 
     def mix_(self, release: Tensor) -> Tensor:
         """Mix and remember in place, for a release that nobody else needs."""
-        self._mixed = [self.beta, *((1 - self.beta) * weight for weight in self.memory.by_lag())]
+        self._mixed = self.beta, self.memory.by_lag()
         return self.memory.remember_then_mix_(release, self.beta, 1 - self.beta)
 
     def noise_gains(self) -> Sequence[float]:
         """β², then ((1-β)·ŵ)² of the last mix."""
-        return [share * share for share in self._mixed]
+        if self._mixed is None:
+            return ()
+        beta, weights = self._mixed
+        shares = weights.tolist() if isinstance(weights, Tensor) else weights
+        return [beta * beta, *(((1 - beta) * weight) ** 2 for weight in shares)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()
