@@ -6,6 +6,7 @@ quotient of two such lengths, noise over sensitivity, is then a quotient of floa
 """
 
 from dataclasses import dataclass
+from typing import overload
 
 from torch import Tensor
 
@@ -39,7 +40,13 @@ class LengthOnDevice:
     def __bool__(self) -> bool:
         return self.factor != 0
 
-    def __mul__(self, factor: float) -> "LengthOnDevice":
+    @overload
+    def __mul__(self, factor: float) -> "LengthOnDevice": ...
+    @overload
+    def __mul__(self, factor: Tensor) -> Tensor: ...
+    def __mul__(self, factor: float | Tensor) -> "LengthOnDevice | Tensor":
+        if isinstance(factor, Tensor):  # no length any more: numbers made of a release and of C
+            return factor * self.value.to(factor.dtype)
         factor = _checks.number("the factor of a length", factor)
         return LengthOnDevice(self.unit, self.least, self.most, self.factor * factor)
 

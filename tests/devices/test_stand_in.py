@@ -29,7 +29,7 @@ ALLOWED = {
         {"_local_scalar_dense"},
         "it is made on the CPU from whole numbers, and sums are looked at for their range",
     ),
-    "buffers": ({"equal"}, "a model that writes into its buffers is refused before its step is used"),
+    "buffers": ({"tolist"}, "a model that writes into its buffers is refused before its step is used"),
 }
 CASES = [
     *((name, name, {}, {}) for name in METHODS if name != "sa-dpsgd"),
@@ -267,6 +267,7 @@ class WithBuffer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(5, 3)
         self.register_buffer("scale", torch.full((5,), 0.5))
+        self.register_buffer("other", torch.arange(3))
 
     def forward(self, x):
         return self.linear(x * self.scale)
@@ -283,6 +284,7 @@ def test_layers_with_rules_of_their_own_wait_for_nothing(model):
     training = trainer_of("dp-sgd", {}, model())
     found = ordinary_waits(training)
     assert set(found) == (ALLOWED["buffers"][0] if model is WithBuffer else set()), dict(found)
+    assert sum(found.values()) <= STEPS - LOOKED_AT, "one look for all buffers"
     assert training.run.engine.path == "layers"
 
 
@@ -409,3 +411,18 @@ def test_a_step_that_reads_is_found_out(monkeypatch):
     assert set(ordinary_waits(trainer_of("dp-sgd", {}))) == {"_local_scalar_dense"}
     monkeypatch.setattr(FractionalMemory, "by_lag", looking)
     assert set(ordinary_waits(trainer_of("fo-dp-sgd", {}))) == {"tolist"}
+
+
+class Remembers(WithBuffer):
+    def forward(self, x):
+        self.scale.data.add_(x.detach().mean() * (not torch.equal(x, torch.zeros_like(x))))
+        return self.linear(x * 0.5)
+
+
+@pytest.mark.rule(14)
+def test_a_model_on_the_device_that_writes_into_a_buffer_is_refused():
+    training = trainer_of("dp-sgd", {}, Remembers())
+    before = on_cpu(training.model.scale).clone()
+    with pytest.raises(fodp.PrivacyError, match="writes into the buffer scale"):
+        training._one_step()
+    assert torch.equal(on_cpu(training.model.scale), before)
