@@ -19,7 +19,7 @@ from fodp_lab.paper import fair, models, text, utility
 from fodp_lab.paper.code_version import code_of, code_version
 from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
-from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
+from fodp_lab.paper.spec import RunSpec
 from fodp_lab.report import utility as utility_page
 from records_for_tests import record
 
