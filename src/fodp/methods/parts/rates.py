@@ -135,7 +135,7 @@ def automatic_rate(ratio: float, walk: float, relative: float) -> float:
 def _geometric(first: float, ratio: float) -> Numbers:
     """first·ratio^k until it has died away."""
     length = 1 if ratio == 0 else 1 + math.ceil(math.log(_SMALL) / math.log(ratio))
-    return first * ratio ** np.arange(min(length, 100_000))
+    return np.asarray(first * ratio ** np.arange(min(length, 100_000)), dtype=np.float64)
 
 
 def _averaged(values: Numbers, beta: float) -> Numbers:
