@@ -123,9 +123,9 @@ def checkpoint_list(seeded, ledger, callbacks):
 
 
 RESULT = {
-    "dataset": str, "model": str, "method": str, "params": PARAMS, "lr": float, "reason": str, "steps": int, "lost_steps": int,
-    "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float, "delta": float,
-    "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
+    "dataset": str, "model": str, "method": str, "params": PARAMS, "lr": float, "reason": str, "steps": int,
+    "lost_steps": int, "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float,
+    "delta": float, "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
 }  # fmt: skip
 
 
@@ -225,6 +225,7 @@ ABOUT_PEOPLE = (
 )
 PRINTED = (
     r"accuracy 0\.[0-9]{4} on the public test split",
+    rf"learning rate {NUMERAL}, chosen from public numbers only \(lr=auto\)",
     rf"epsilon {NUMERAL} at delta {NUMERAL}",
     r"[0-9.]+% of the budget of people is left",
     *STATEMENT,
