@@ -119,6 +119,19 @@ def test_kronecker_whitens_what_the_layers_are_given_and_get_back():
     assert first[0, 0] < 0.5 * first[1, 1]  # the input that is large in the public sample counts for less
 
 
+def test_one_side_alone_is_mapped_if_that_is_asked_for():
+    both, inputs, outputs = (
+        trainer(plan("dp-sgd", {**KRONECKER, "shape_sides": sides})) for sides in ("both", "inputs", "outputs")
+    )
+    for training in (both, inputs, outputs):
+        training._one_step()
+    weights = [training.run._shape.current[0] for training in (both, inputs, outputs)]
+    assert [(w.left is None, w.right is None) for w in weights] == [(False, False), (True, False), (False, True)]
+    assert torch.equal(weights[0].left.gains, weights[2].left.gains)
+    biases = [training.run._shape.current[1] for training in (inputs, outputs)]
+    assert [isinstance(b, Kronecker) and b.left is not None for b in biases] == [False, True]
+
+
 def test_kronecker_leaves_generators_and_the_run_s_own_engine_alone():
     training = trainer(plan("dp-sgd", KRONECKER, sampling_rate=1e-9))
     before = torch.get_rng_state()
@@ -192,6 +205,8 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
         (dict(shape="kronecker", shape_damping=0.0), "shape_damping"),
         (dict(shape="kronecker", shape_every=-1), "shape_every"),
         (dict(shape="kronecker", shape_inputs="white"), "shape_inputs"),
+        (dict(shape="kronecker", shape_sides="left"), "shape_sides"),
+        (dict(shape="transcript", shape_sides="inputs"), "shape_sides does nothing without"),
         (dict(shape="transcript", shape_memory=0.5), "shape_memory"),
         (dict(shape="transcript", shape_warmup=0), "shape_warmup"),
         (dict(shape="transcript", shape_floor=2.0, shape_ceiling=1.0), "exchange them"),
