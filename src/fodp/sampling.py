@@ -99,7 +99,7 @@ class Lot:
 
     def own(self, numbers: torch.Tensor) -> torch.Tensor:
         """Of numbers for each record of the whole lot, those of the records here."""
-        return numbers if self.places is None else numbers[self.places.to(numbers.device)]
+        return numbers if self.places is None else numbers[self.places.to(numbers.device, non_blocking=True)]
 
     @property
     def records(self) -> torch.Tensor:
@@ -257,7 +257,9 @@ class Fetcher:
     def fetch(self, indices: torch.Tensor, source: Source | None = None, records: torch.Tensor | None = None) -> Any:
         """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
         if self._columns is not None:
-            return tuple(column.index_select(0, indices.to(column.device)) for column in self._columns)
+            return tuple(
+                column.index_select(0, indices.to(column.device, non_blocking=True)) for column in self._columns
+            )
         names = indices if records is None else records
         found = self._read(indices, source, names)
         if source is None or not found:

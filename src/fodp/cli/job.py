@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
     add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
     add_import(parser)
-    add("--lr", type=_rate, help="learning rate (default: the method's), or auto with --shape fan-in")
+    add("--lr", type=_rate, help="learning rate; default auto: from public numbers, without tuning")
     add("--shape", metavar="SHAPE", help="of the query: none, fan-in, kronecker, transcript or numbers (0.5,1,1)")
     add("--epochs", type=float, help=f"passes over the data, default {epochs:g}; steps = round(epochs / q)")
     add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")

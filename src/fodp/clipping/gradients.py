@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks
+from fodp import _checks, _lengths
 from fodp._checks import PrivacyError
+from fodp._lengths import Length, in_tensors
 from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
@@ -76,17 +77,17 @@ class Gradients:
         if self.ascent and (self.copies > 1 or self.points is not HERE):
             raise PrivacyError("per-example ascent starts from the parameters themselves, with one copy per example")
 
-    def clipped_sum(self, clip_norm: float) -> Query:
+    def clipped_sum(self, clip_norm: Length) -> Query:
         """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1).
 
         With a `stability` γ it is Σ C·g_i/(‖g_i‖ + γ), which no more exceeds C.
         """
-        bound, stability = _checks.clip_norm("clip_norm", clip_norm), self.stability
+        bound, stability = _lengths.clip_norm("clip_norm", clip_norm), self.stability
         if stability is None:
             return self.sum(bound=bound)
-        return self.sum(bound=bound, weight=lambda norms: bound / (norms + stability))
+        return self.sum(bound=bound, weight=lambda norms: in_tensors(bound) / (norms + stability))
 
-    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
+    def sum(self, *, bound: Length, weight: ByNorm | None = None) -> Query:
         """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
 
         `weight` must treat every example by itself: a weight that looks at the other norms would let
@@ -118,14 +119,14 @@ class Gradients:
             blocks = tuple((p.numel(), b) for p, b in zip(layout.parameters, self.shape, strict=True))
         return self._query(total if accumulate else total.zero_(), bound, blocks)
 
-    def norm_sum(self, clip_norm: float) -> Query:
+    def norm_sum(self, clip_norm: Length) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
-        bound = _checks.clip_norm("clip_norm", clip_norm)
+        bound = _lengths.clip_norm("clip_norm", clip_norm)
         # In float64: over millions of examples float32 rounds by more than one example may add.
         total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
-                total = total + part.norms.double().clamp(max=bound).sum()
+                total = total + part.norms.double().clamp(max=in_tensors(bound)).sum()
         return self._query(total, bound)
 
     def count(self, fraction: ByNorm) -> Query:
@@ -142,7 +143,7 @@ class Gradients:
                 total = total + part.of_finite(fractions - 0.5).sum(dtype=torch.float64)
         return self._query(total, 0.5)
 
-    def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
+    def _query(self, value: Tensor, bound: Length, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
         """Of all processes: each example is in one of them, so the bound is that of its part."""
         return Query(self.total(value), bound, self.lot, self.engine.layout.dtype, blocks)
 
@@ -314,7 +315,7 @@ class _Pass:
             else:
                 use.add_weighted(views[i], weights if self.blocks[i] == 1 else weights * self.blocks[i], accumulate)
 
-    def add_clipped_layers(self, flat: Tensor, bound: float, layers: Layers, accumulate: bool) -> None:
+    def add_clipped_layers(self, flat: Tensor, bound: Length, layers: Layers, accumulate: bool) -> None:
         """Write Σ_i of the gradients with each layer's part clipped to its share of the bound, or add it there."""
         if not accumulate:
             flat.zero_()

@@ -45,7 +45,7 @@ def by_owner(use: Use, segments: Segments) -> Use:
             return use if longest == 1 else use.grouped(longest)
         chosen = picked(use, rows.flatten(), factors.repeat_interleave(longest))
         if not there.all():
-            chosen = chosen.masked(there.flatten().to(_device(chosen)))
+            chosen = chosen.masked(there.flatten().to(_device(chosen), non_blocking=True))
         parts.append((owners, chosen if longest == 1 else chosen.grouped(longest)))
     return parts[0][1] if len(parts) == 1 else Ragged(parts, len(segments.sizes))
 
@@ -64,11 +64,11 @@ def picked(use: Use, rows: Tensor, factors: Tensor) -> Use:
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    return tensor.index_select(0, rows.to(tensor.device))
+    return tensor.index_select(0, rows.to(tensor.device, non_blocking=True))
 
 
 def _times(back: Tensor, rows: Tensor, factors: Tensor) -> Tensor:
-    return _rows(back, rows).mul_(factors.to(back).view(-1, *[1] * (back.dim() - 1)))
+    return _rows(back, rows).mul_(factors.to(back, non_blocking=True).view(-1, *[1] * (back.dim() - 1)))
 
 
 def _device(use: Use) -> torch.device:
@@ -80,7 +80,7 @@ class Ragged:
 
     def __init__(self, parts: list[tuple[Tensor, Use]], count: int):
         device = _device(parts[0][1])
-        self.parts, self.count = [(owners.to(device), use) for owners, use in parts], count
+        self.parts, self.count = [(owners.to(device, non_blocking=True), use) for owners, use in parts], count
         self.slack: Tensor | None = None
 
     @property
