@@ -68,7 +68,7 @@ def matrices(run):
 def test_a_step_is_what_it_is_by_hand(given):
     """Map, clip as a whole, sum, add the same noise, map again: at every step with the maps of that step."""
     batch = data().tensors
-    training = trainer(plan("dp-sgd", given, sampling_rate=1.0, clip_norm=0.1, steps=4))
+    training = trainer(plan("dp-sgd", {**given, "lr": 0.1}, sampling_rate=1.0, clip_norm=0.1, steps=4))
     for step in range(4):
         run, model = training.run, training.model
         gradients = []
@@ -237,7 +237,8 @@ def test_a_loop_of_ones_own_learns_the_same_from_its_releases(given):
         optimizer.zero_grad()
         losses(model, batch).mean().backward()
         optimizer.step()
-    twin = trainer(the_plan, network(torch.float32), dataset)
+    other = network(torch.float32)
+    twin = trainer(the_plan, other, dataset, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
     twin.fit()
     assert torch.allclose(flat(model), flat(twin.model), atol=1e-5)
 
