@@ -19,7 +19,7 @@ from fodp.run import Run
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
 
-KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2)
+KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2, shape_sides="both")
 TRANSCRIPT = dict(shape="transcript", width=2.0, shape_warmup=1, shape_memory=3.0)
 ROWS = dict(shape_blocks="row", **TRANSCRIPT)
 SHAPES = [KRONECKER, TRANSCRIPT, ROWS]
@@ -206,7 +206,7 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
         (dict(shape="kronecker", shape_every=-1), "shape_every"),
         (dict(shape="kronecker", shape_inputs="white"), "shape_inputs"),
         (dict(shape="kronecker", shape_sides="left"), "shape_sides"),
-        (dict(shape="transcript", shape_sides="inputs"), "shape_sides does nothing without"),
+        (dict(shape="transcript", shape_sides="both"), "shape_sides does nothing without"),
         (dict(shape="transcript", shape_memory=0.5), "shape_memory"),
         (dict(shape="transcript", shape_warmup=0), "shape_warmup"),
         (dict(shape="transcript", shape_floor=2.0, shape_ceiling=1.0), "exchange them"),

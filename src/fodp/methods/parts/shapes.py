@@ -59,7 +59,7 @@ class Shape:
     shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
-    shape_sides: str = "both"
+    shape_sides: str = "outputs"
     shape_blocks: str = "parameter"
     shape_warmup: int = 50
     shape_memory: float = 100.0
