@@ -97,7 +97,8 @@ class Plan:
         for numbers in self._numbers().values():
             _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
             self._check_scale(
-                "noise_multiplier times clip_norm, with noise_schedule and clip_schedule,", numbers.noise_multiplier * numbers.clip_norm
+                "noise_multiplier times clip_norm, with noise_schedule and clip_schedule,",
+                numbers.noise_multiplier * numbers.clip_norm,
             )
         # Fill in the defaults, so that the plan records every number that the run will use.
         object.__setattr__(self, "params", self.algorithm.describe())
