@@ -36,7 +36,8 @@ def test_help_of_reproduce_names_every_experiment(capsys):
 
 REPRODUCE = {"only": st.one_of(st.sampled_from(NAMES), text), "seeds": st.one_of(small, odd), "lr": mostly_plain,
              "jobs": st.one_of(small, odd), "challenge": st.one_of(st.sampled_from(["dp-sgd", "disk"]), text),
-             "label": text, "set": st.one_of(st.just("momentum=0.5"), text), "import": text}  # fmt: skip
+             "label": text, "ray": st.one_of(st.sampled_from(["local", "auto", "host:6379"]), text),
+             "set": st.one_of(st.just("momentum=0.5"), text), "import": text}  # fmt: skip
 
 
 @settings(max_examples=60)
