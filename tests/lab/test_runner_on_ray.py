@@ -110,7 +110,7 @@ def test_stopped_and_started_again(tmp_path, how):
 
 
 def test_a_record_of_other_code_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "code_version", lambda method: "other")
+    monkeypatch.setattr(runner, "code_of", lambda spec: "other")
     with pytest.raises(PrivacyError, match="install the same fodp"), Runner(tmp_path / "r.jsonl", 1, quiet=True) as one:
         one.run([tiny()], "old workers")
     assert not (tmp_path / "r.jsonl").exists()

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fodp._checks import PrivacyError
 from fodp.workers import open_pool
-from fodp_lab.paper.code_version import code_version
+from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.records import Records, alone
 from fodp_lab.paper.spec import RunSpec
 
@@ -20,7 +20,8 @@ class Runner:
 
     Stop it at any moment and start it again: finished runs stay, those under way are computed anew. One
     runner at a time writes to a file, and none of its workers does. They are processes, or with `ray`, the address of
-    a cluster, its. `modules` are imported there first, for methods of your own.
+    a cluster, its. `modules` are imported there first, for methods of your own. Records `beside` the file count as
+    computed and stay where they are.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Runner:
         *,
         quiet: bool = False,
         modules: Sequence[str] = (),
+        beside: Iterable[dict[str, Any]] = (),
         ray: str | None = None,
     ):
-        self.records = Records(path)
+        self.records = Records(path, beside=beside)
         self._modules, self._quiet = tuple(modules), quiet
+        self._codes: dict[str, str] = {}  # what workers must have, by run
         self._pool = open_pool(jobs, ray)
 
     def __enter__(self) -> "Runner":
@@ -45,7 +48,7 @@ class Runner:
     def run(self, specs: Iterable[RunSpec], title: str) -> None:
         """See to it that every spec has a record of the present code."""
         wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
-        missing = [spec for key, spec in wanted.items() if self.records.get(key, code_version(spec.method)) is None]
+        missing = [spec for key, spec in wanted.items() if self.records.get(key, code_of(spec)) is None]
         with alone(self.records.path), progress_bar(self._quiet) as bar:
             task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
 
@@ -58,6 +61,7 @@ class Runner:
 
     def _compute(self, missing: list[RunSpec], done: Callable[[str], None]) -> None:
         under_way: set[Future[dict[str, Any]]] = set()
+        self._codes = {spec.key: code_of(spec) for spec in missing}
         for spec in missing:
             under_way.add(self._pool.submit(_in_worker, spec, self._modules))
             if len(under_way) >= 2 * self._pool.jobs:  # the next ones wait at the workers' door, not hundreds
@@ -71,7 +75,7 @@ class Runner:
         finished, rest = wait(under_way, return_when=FIRST_COMPLETED)
         for future in finished:
             record = future.result()
-            if record["code"] != code_version(record["algorithm"]):
+            if record["code"] != self._codes[record["key"]]:
                 raise PrivacyError(
                     f"a worker has other code of {record['algorithm']} than this process: install the same fodp there; "
                     "its record was not kept"
