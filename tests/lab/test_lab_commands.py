@@ -73,7 +73,7 @@ def test_a_record_that_lacks_something_is_refused_by_its_line_and_kept(tmp_path,
 @settings(max_examples=30)
 @given(words=st.lists(st.one_of(
     st.tuples(st.sampled_from(["--rounds", "--workload", "--markdown", "--out"]), st.one_of(odd, text)).map("=".join),
-    st.sampled_from(["--quick", "--scaling", "--paper-run", "--all", "--no-peers", "--json"]),
+    st.sampled_from(["--quick", "--scaling", "--paper-run", "--all", "--no-peers", "--json", "--ranks"]),
 ), max_size=3))  # fmt: skip
 def test_a_benchmark_begins_or_is_refused_in_one_line(words):
     """Nothing is measured."""
@@ -88,4 +88,6 @@ def test_a_benchmark_begins_or_is_refused_in_one_line(words):
         ):
             patch.setattr(f"fodp_lab.bench.{name}", lambda *_: {})
         patch.setattr(bench_command, "_workload", lambda *_: {})
+        patch.setattr("fodp_lab.bench.ranks.measured", lambda *_: iter([]))
+        patch.setattr("fodp_lab.bench.ranks_page.measured", lambda *_: "")
         run("bench", *words)

@@ -45,6 +45,11 @@ class Runner:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._pool.close(at_once=kind is not None)
 
+    @property
+    def jobs(self) -> int:
+        """How many runs are computed at a time."""
+        return self._pool.jobs
+
     def run(self, specs: Iterable[RunSpec], title: str) -> None:
         """See to it that every spec has a record of the present code."""
         wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
@@ -64,7 +69,7 @@ class Runner:
         self._codes = {spec.key: code_of(spec) for spec in missing}
         for spec in missing:
             under_way.add(self._pool.submit(_in_worker, spec, self._modules))
-            if len(under_way) >= 2 * self._pool.jobs:  # the next ones wait at the workers' door, not hundreds
+            if len(under_way) >= 2 * self.jobs:  # the next ones wait at the workers' door, not hundreds
                 under_way = self._collect(under_way, done)
         while under_way:
             under_way = self._collect(under_way, done)
