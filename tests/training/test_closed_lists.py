@@ -246,6 +246,7 @@ def unlisted_lines(text, patterns):
 def test_files_of_a_command_line_run(tmp_path, capsys, seeded, shared):
     folder, book = tmp_path / "r", tmp_path / "l.sqlite"
     words = ["train", "--epochs=2", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet", "--json"]
+    words += ["--method=fo-dp-sgd"]
     words += ["--seed=5"] if seeded else []
     words += [f"--ledger={book}", "--dataset-name=people", "--budget=3,1e-5"] if shared else []
     assert main([*words, "--out", str(folder)]) == 0
@@ -494,6 +495,7 @@ def test_files_of_a_run_about_people(tmp_path):
     folder, owners = tmp_path / "r", tmp_path / "owners.txt"
     owners.write_text("".join(f"Ottilie Nummer {i % 479}\n" for i in range(1437)))
     words = ["train", "--epochs=2", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
+    words += ["--method=fo-dp-sgd"]
     words += ["--owners", str(owners), "--records-per-person=3", "--assume-people=500"]
     assert main([*words, "--out", str(folder)]) == 0
     plan = {**plan_list(False), **PEOPLE, "person_gradient": str}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import fodp
 from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError
-from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
+from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
 from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
 from fodp.cli.ranks import joined
 
@@ -344,7 +344,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = {**_DEFAULTS, **preset, **said}
+    config = completed(said, _DEFAULTS, preset)
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise ConfigurationError(

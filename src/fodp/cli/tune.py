@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, setting
+from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, setting
 from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     said = given(options, apart=_ANEW)
-    config = {**_DEFAULTS, **said}
+    config = completed(said, _DEFAULTS)
     for name, why in (
         ("noise_multiplier", "a search calibrates the noise so that all of it costs --target-epsilon"),
         ("accountant", "the best of several runs is priced by Rényi divergences"),

@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from fodp._checks import PrivacyError
-from fodp.methods import find
+from fodp.methods import find, recipe
 from fodp.plan import Plan
 from fodp_lab.paper import fair
 from fodp_lab.paper.fair import ADAM_RATES, BASELINE, BLOCK_RATES, CEILING, SEARCH_SEED, SGD_RATES, Choice, Row
@@ -38,10 +38,6 @@ The protocol, fixed before the runs:
   if the 95% interval lies within one percentage point of zero.
 - Fractional noise takes part where accounting alone promises at least a tenth less accumulated noise."""
 
-# The recommended recipe: chosen by the lead on validation data (the page's last table), in this one place.
-RECIPE_METHOD = "dp-sgd"
-RECIPE: dict[str, Any] = dict(shape="fan-in", lr="auto")
-
 PROMISE = 0.9  # of DP-SGD's accumulated noise: where fractional noise keeps more than this it does not take part
 WIDE_RATES = tuple(0.05 * 2**k for k in range(8))  # 0.05 to 6.4: models with norms bear larger steps
 FAN_IN, KRONECKER, TRANSCRIPT = dict(shape="fan-in"), dict(shape="kronecker"), dict(shape="transcript")
@@ -55,7 +51,7 @@ def _auto(label: str, method: str = "dp-sgd", **params: Any) -> Row:
     return Row(label + UNTUNED, method, {**params, **AUTO}, rates=())
 
 
-RECIPE_ROW = Row(RECIPE_LABEL, RECIPE_METHOD, RECIPE, rates=())
+RECIPE_ROW = Row(RECIPE_LABEL, recipe.METHOD, dict(recipe.PARAMS), rates=())
 FRACTIONAL_ROWS = (
     Row("fractional noise", FRACTIONAL_NOISE),
     Row("fractional noise, fan-in", FRACTIONAL_NOISE, FAN_IN, rates=BLOCK_RATES, own="width", values=WIDTHS),
