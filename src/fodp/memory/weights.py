@@ -6,6 +6,7 @@ query structure"). A window K counts the present step: it looks back at lags 1 t
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ def noise_floor(std: float, size: int, gamma: float) -> float:
     The scale on which κ and ζ mean something: below it a trend says nothing about the gradient.
     """
     return std * math.sqrt(size * gamma / (2 - gamma))
+
+
+def _as_they_are(squares: Floats) -> Floats:
+    return squares
 
 
 class UniformMemory(WindowMemory):
@@ -101,6 +106,8 @@ class FractionalMemory(WindowMemory):
         self._trend: Tensor | None = None
         self._trend_norm = 0.0  # ‖EMA‖
         self._distances: Floats = []  # ‖s̃ - EMA‖ by lag
+        # Where each process remembers slices of the releases: squares of all of them, from those of this one's.
+        self.over_ranks: Callable[[Floats], Floats] = _as_they_are
 
     def _mix_and_remember(self, vector: Tensor, weights: Floats, scale: float | None) -> None:
         """Also follow the trend, EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA, and take every release's distance to it."""
@@ -112,7 +119,8 @@ class FractionalMemory(WindowMemory):
             self._trend = torch.zeros_like(vector, requires_grad=False)
         gamma = self.gamma if self._writes else 1.0
         newest, kept = self._writes % self._slots, min(self._slots, self._writes + 1)
-        *squares, trend_square = mix_and_remember(vector, self._table, weights, scale, self._trend, gamma, newest, kept)
+        found = mix_and_remember(vector, self._table, weights, scale, self._trend, gamma, newest, kept)
+        *squares, trend_square = self.over_ranks(found)
         self._distances = [math.sqrt(squares[(newest - age) % self._slots]) for age in range(kept)]
         self._trend_norm = math.sqrt(trend_square)
 

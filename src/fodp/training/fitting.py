@@ -23,7 +23,7 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     """The method's own optimizer, or the given one if it holds exactly the trainable parameters."""
     method = run.plan.algorithm
     if optimizer is None:
-        made = method.optimizer(run.engine.layout.parameters)
+        made = method.optimizer(run.trained)
         if method.params.lr == AUTO:
             rate = _automatic_rate(run)
             for group in made.param_groups:
@@ -35,23 +35,23 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    wanted = {id(p) for p in run.engine.layout.parameters}
+    wanted = {id(p) for p in run.trained}
     if held - wanted:
         raise ConfigurationError(
             "the optimizer holds parameters that are not this model's: build it on model.parameters()"
         )
     if wanted - held:
-        missing = [
-            n for n, p in zip(run.engine.layout.names, run.engine.layout.parameters, strict=True) if id(p) not in held
-        ]
+        missing = [n for n, p in zip(run.engine.layout.names, run.trained, strict=True) if id(p) not in held]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
 
 
 def _automatic_rate(run: Run) -> float:
     """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
-    method, parameters = run.plan.algorithm, run.engine.layout.parameters
-    scale = shaped_scale((p, math.sqrt(run.noise_share(p))) for p in parameters)
+    method, layout = run.plan.algorithm, run.engine.layout
+    shares = [math.sqrt(run.noise_share(parameter)) for parameter in run.trained]
+    with run.whole():
+        scale = shaped_scale(zip(layout.parameters, shares, strict=True))
     # The optimizer's momentum adds up 1/(1-m) of every release; a filter's gain is one in the long run.
     assert isinstance(method.parts.update, Sgd)  # or there is no rule
     accumulated = method.accumulated_noise(run.plan) / (1 - method.parts.update.momentum)
