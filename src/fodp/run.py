@@ -482,7 +482,7 @@ class Run:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """The parameters that an optimizer moves, in their order in a flat vector; divided ones where ranks hold slices."""
+        """The parameters that an optimizer moves, in their order in a flat vector; divided ones of a divided model."""
         return self.engine.layout.parameters if self.shards is None else self.shards.trained
 
     @property

@@ -93,3 +93,386 @@ def test_every_method_is_the_same_in_slices(count, variants):
             assert many[3] == pytest.approx(one[3], rel=1e-9), method  # of weights by distances, whose last bits differ
             assert torch.equal(many[0], first[0])
     assert sum(found[0][4] for found in everywhere) == NUMBERS
+
+
+def queries(dataset, model=None):
+    """What noise is added to in the first step, here; the records of this rank's lot."""
+    run = trainer(plan("dp-sgd", clip_norm=0.5), model, dataset=dataset).run
+    seen, lots, add_noise, draw = [], [], run.add_noise, run.draw
+
+    def watched(query, *rest):
+        seen.append(query.value.clone())
+        return add_noise(query, *rest)
+
+    def drawn(*rest):
+        lots.append(draw(*rest))
+        return lots[-1]
+
+    run.add_noise, run.draw = watched, drawn
+    released = run.take_step()
+    return seen[0], released, lots[0].indices.tolist(), run
+
+
+def test_the_clipped_sum_its_noise_and_the_owners_of_records():
+    inputs, labels = data().tensors
+    value, released, lot, _ = queries(data())
+    record = lot[0]
+    changed = inputs.clone()
+    changed[record] = math.nan  # contributes nothing, as if it were not there
+
+    def work(rank):
+        here, there, mine, run = queries(data(), sharded())
+        without = queries(TensorDataset(changed, labels), sharded())[0]
+        gather = run.shards.slices.gather
+        drawn = run._noise.normal_(torch.empty_like(here), 0.5, 0, "noise")
+        return gather(here), gather(there), mine, gather(without), gather(drawn), there - here - drawn
+
+    everywhere = in_ranks(3, work)
+    noise = fodp.noise.Streams.seeded(0).normal_(torch.empty(NUMBERS, dtype=torch.float64), 0.5, 0, "noise")
+    for whole_sum, release, _, without, drawn, rest in everywhere:
+        torch.testing.assert_close(whole_sum, value, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(release, released, rtol=1e-12, atol=1e-14)
+        assert torch.equal(drawn, noise)  # each rank has drawn its part of the noise of one process, bit for bit
+        assert rest.abs().max() < 1e-12
+        assert 0 < (whole_sum - without).norm().item() <= 0.5 * (1 + 1e-9)
+    owned = [index for found in everywhere for index in found[2]]
+    assert sorted(owned) == sorted(lot)
+    assert len(set(owned)) == len(owned)
+
+
+def test_secure_noise_is_that_of_one_release_and_fresh_in_every_slice():
+    """No record contributes: what is released is noise of σC, independent on every rank, under one shared key."""
+    inputs, labels = data().tensors
+    silent = TensorDataset(inputs * math.nan, labels)
+
+    def releases(rank):
+        from torch.distributed.fsdp import fully_shard
+
+        model = torch.nn.Linear(5, 4000).double()
+        run = trainer(plan("dp-sgd", seed=None, noise_multiplier=2.0, clip_norm=0.5), fully_shard(model), silent).run
+        parts = [run.take_step() for _ in range(2)]
+        return [run.shards.slices.gather(part) for part in parts], run.streams._key
+
+    everywhere = in_ranks(2, releases)
+    assert everywhere[0][1] == everywhere[1][1]
+    first, second = everywhere[0][0]
+    assert torch.equal(first, everywhere[1][0][0])
+    assert first.std().item() == pytest.approx(1.0, abs=0.03)  # of 24,000: 6 standard errors
+    for a, b in ((first, second), (first[:10000], first[10000:20000])):  # steps; rows of rank 0 and of rank 1
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.06
+
+
+class Note(Callback):
+    """What a callback sees of the model after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step(self, trainer):
+        self.seen.append(flat(trainer.model))
+
+
+def test_callbacks_of_the_first_rank_see_the_whole_model():
+    public = data(30, seed=9)
+
+    def work(rank=0, model=None):
+        note, average = Note(), WeightAverage(decay=0.5)
+        evaluate = Evaluate(public, average=average)
+        training = trainer(plan("fo-dp-sgd", steps=4), model, callbacks=[note, average, evaluate])
+        training.fit()
+        if training.run.ranks.rank:
+            assert training.callbacks == [] == note.seen
+            return None
+        return torch.stack(note.seen), dict(training.metrics), flat(average.model)
+
+    one = work()
+    two, rest = in_ranks(2, lambda rank: work(rank, sharded()))
+    assert rest is None
+    torch.testing.assert_close(two[0], one[0], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(two[2], one[2], rtol=1e-9, atol=1e-11)
+    assert two[1] == pytest.approx(one[1], rel=1e-9)
+
+
+def test_the_model_is_fsdp_s_again_after_a_fit():
+    """Its own forward and backward pass, and its state, are as if it had never been whole."""
+
+    def work(rank):
+        model = sharded()
+        training = trainer(plan("dp-sgd", steps=3), model, callbacks=[StopAfter(1)])
+        training.fit()
+        model(data().tensors[0])  # leaves some parameters whole
+        training.callbacks.clear()
+        assert training.fit().reason == "finished"
+        weights = whole(training)
+        plain = network()
+        torch.nn.utils.vector_to_parameters(weights, plain.parameters())
+        batch = data().tensors
+        assert type(model).__name__ == "FSDPSequential"
+        model.zero_grad()
+        torch.testing.assert_close(model(batch[0]), plain(batch[0]))
+        losses(model, batch).mean().backward()
+        losses(plain, batch).mean().backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+        return "as before"
+
+    assert in_ranks(2, work) == ["as before"] * 2
+
+
+SETTINGS = dict(quantile=0.5, count_noise=20.0, update="adamw", lr=0.01)
+
+
+@pytest.mark.parametrize("method", ["fo-dp-sgd", "fo-noise"])
+def test_resuming_with_two_then_three_sharded_then_one_that_is_not(tmp_path, method):
+    the_plan = plan(method, SETTINGS | (dict(bands=3) if method == "fo-noise" else {}))
+    straight = trainer(the_plan)
+    straight.fit()
+    file = tmp_path / "c.pt"
+
+    def go_on(model, until=99, ledger=True):
+        callbacks = [StopAfter(until), Checkpoint(file)]
+        ledger = (lambda: Ledger(tmp_path / "l.sqlite")) if ledger else None
+        training = trainer(the_plan, model, callbacks=callbacks, ledger=ledger, run_id="run")
+        if until > 2:
+            training.resume(file)
+        return training.fit().reason, training.step, whole(training)
+
+    assert [found[:2] for found in in_ranks(2, lambda rank: go_on(sharded(), 2))] == [("interrupted", 2)] * 2
+    assert len(list(tmp_path.glob("c.pt.slices-*"))) == 1  # older ones are gone
+    assert [found[:2] for found in in_ranks(3, lambda rank: go_on(sharded(by_layer=False), 4))] == [
+        ("interrupted", 4)
+    ] * 3
+    reason, steps, _ = go_on(None, 5)  # whole, in one process
+    assert (reason, steps) == ("interrupted", 5)
+    assert [found[:2] for found in in_ranks(2, lambda rank: go_on(network(), 6))] == [("interrupted", 6)] * 2
+    for reason, steps, weights in in_ranks(2, lambda rank: go_on(sharded())):  # of a file without slices
+        assert (reason, steps) == ("finished", 8)
+        torch.testing.assert_close(weights, flat(straight.model), rtol=1e-9, atol=1e-11)
+    assert Ledger(tmp_path / "l.sqlite").steps("run") == 8
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of two ranks, and its folder of slices."""
+
+    def work(rank):
+        training = trainer(plan("fo-dp-sgd", steps=3), sharded())
+        training.fit()
+        training.save(tmp_path / "c.pt")
+        return whole(training)
+
+    weights, _ = in_ranks(2, work)
+    (folder,) = tmp_path.glob("c.pt.slices-*")
+    return tmp_path / "c.pt", folder, weights
+
+
+def test_a_checkpoint_without_all_of_its_slices_is_refused(saved):
+    file, folder, weights = saved
+    training = trainer(plan("fo-dp-sgd", steps=3))
+    training.resume(file)
+    torch.testing.assert_close(flat(training.model), weights, rtol=0, atol=0)
+    for part in sorted(folder.iterdir()):
+        content = part.read_bytes()
+        part.unlink()
+        with pytest.raises(fodp.PrivacyError, match="missing, damaged or was changed"):
+            trainer(plan("fo-dp-sgd", steps=3)).resume(file)
+        part.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        with pytest.raises(fodp.PrivacyError, match="missing, damaged or was changed"):
+            trainer(plan("fo-dp-sgd", steps=3)).resume(file)
+        part.write_bytes(content)
+
+    def work(rank):
+        if rank == 0:
+            (folder / "__1_0.distcp").unlink()
+        torch.distributed.barrier()
+        trainer(plan("fo-dp-sgd", steps=3), sharded()).resume(file)
+
+    for kind, text in in_ranks(2, work):
+        assert kind == "LedgerError"
+        assert "missing, damaged" in text
+
+
+def test_a_changed_file_is_refused_and_runs_nothing(saved, tmp_path):
+    """Somebody who writes new digests too can change the numbers, as in any checkpoint, but no code is run."""
+    from fodp.training import checkpoint
+    from fodp.training import sharded as slices
+
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    file, folder, _ = saved
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    content = checkpoint.load(file)
+    content["slices"]["files"][".metadata"] = slices._digest(folder / ".metadata").hex()
+    with pytest.raises(fodp.PrivacyError, match=r"names (io|_io)\.open"):
+        slices.whole(content, file)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, monkeypatch):
+    from fodp.training import checkpoint
+
+    def work(rank):
+        training = trainer(plan("fo-dp-sgd", steps=3), sharded())
+        training.save(tmp_path / "c.pt")
+        before = sorted(path.name for path in tmp_path.iterdir())
+        torch.distributed.barrier()
+        if rank == 0:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(checkpoint, "atomically", full)
+            with pytest.raises(fodp.PrivacyError, match="the disk is full"):
+                training.save(tmp_path / "c.pt")
+            assert sorted(path.name for path in tmp_path.iterdir()) == before
+        else:
+            training.save(tmp_path / "c.pt")
+        return "kept"
+
+    assert in_ranks(2, work) == ["kept"] * 2
+    trainer(plan("fo-dp-sgd", steps=3)).resume(tmp_path / "c.pt")
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_can_be_resumed(tmp_path):
+    import os
+    import signal
+
+    file = tmp_path / "c.pt"
+    the_plan = plan("fo-dp-sgd", steps=6)
+
+    class Records(torch.utils.data.Dataset):
+        def __init__(self, rank):
+            self.rank, self.read = rank, 0
+
+        def __len__(self):
+            return len(data())
+
+        def __getitem__(self, index):
+            self.read += 1
+            if self.rank == 1 and self.read > 50:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return tuple(column[index] for column in data().tensors)
+
+    def work(rank):
+        options = dict(ledger=lambda: Ledger(tmp_path / "l.sqlite"), run_id="run")
+        return trainer(the_plan, sharded(), Records(rank), callbacks=[Checkpoint(file)], **options).fit()
+
+    said = in_ranks(2, work)
+    assert said[1] is None
+    assert said[0][0] == "RankLost"
+    assert 0 < Ledger(tmp_path / "l.sqlite").steps("run") < 6  # charged
+    whole_again = trainer(the_plan, dataset=Records(0), ledger=Ledger(tmp_path / "l.sqlite"))
+    whole_again.resume(file)
+    assert whole_again.fit().reason == "finished"
+
+
+def test_a_failing_callback_ends_all_ranks():
+    class Fails(Callback):
+        def on_step(self, trainer):
+            raise ValueError("no")
+
+    said = in_ranks(2, lambda rank: trainer(plan("dp-sgd"), sharded(), callbacks=[Fails()]).fit())
+    assert [kind for kind, _ in said] == ["ValueError", "RankLost"]
+
+
+def test_a_learning_rate_changed_on_one_rank_is_refused():
+    class Faster(Callback):
+        def on_step(self, trainer):
+            trainer.optimizer.param_groups[0]["lr"] *= 2
+
+    said = in_ranks(2, lambda rank: trainer(plan("dp-sgd"), sharded(), callbacks=[Faster()]).fit())
+    assert [kind for kind, _ in said] == ["Disagreement"] * 2
+    assert "learning rate on one rank alone" in said[0][1]
+
+
+def test_weights_changed_by_a_callback_are_refused():
+    class Shrinks(Callback):
+        def on_step(self, trainer):
+            with torch.no_grad():
+                next(iter(trainer.model.parameters())).mul_(0.5)
+
+    said = in_ranks(2, lambda rank: trainer(plan("dp-sgd"), sharded(), callbacks=[Shrinks()]).fit())
+    assert said[0][0] == "ConfigurationError"
+    assert "written into the weights of a sharded model" in said[0][1]
+    assert said[1][0] == "RankLost"
+
+
+def test_what_cannot_be_done_in_slices_is_refused_in_words():
+    from fodp.methods.dp_sgd import DPSGD
+    from fodp.testing import registered
+
+    class Mine(DPSGD):
+        name = "mine"
+
+    class Known(DPSGD):
+        name = "known"
+        takes_slices = True
+
+    def work(rank):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import Shard
+
+        def refused(match, make, the_plan=None):
+            with pytest.raises(fodp.ConfigurationError, match=match):
+                trainer(the_plan or plan("dp-sgd"), make())
+
+        refused("exact noise is drawn whole", sharded, plan("dp-sgd", exact_noise=True))
+        refused("is not divided", part)
+        refused(
+            "on a mesh of",
+            lambda: fully_shard(network(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
+        )
+        refused("rows alone", lambda: fully_shard(square(), shard_placement_fn=lambda p: Shard(p.dim() - 1)))
+        refused("leave mp_policy out", lambda: fully_shard(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+        refused("leave offload_policy out", offloaded)
+        with registered(Mine):
+            refused("set takes_slices = True", sharded, plan("mine"))
+        with registered(Known):
+            trainer(plan("known", steps=1), sharded()).fit()
+        model = sharded()
+        with pytest.raises(fodp.ConfigurationError, match=r"loop of your own calls a sharded model"):
+            fodp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), plan("dp-sgd"))
+        with pytest.raises(fodp.ConfigurationError, match=r"not this model's"):
+            trainer(plan("dp-sgd"), sharded(), optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
+        return "refused"
+
+    def offloaded():
+        """As if it had been, which takes an accelerator."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        model = sharded()
+        model._get_fsdp_state()._fsdp_param_groups[0].offload_policy = CPUOffloadPolicy()
+        return model
+
+    def part():
+        from torch.distributed.fsdp import fully_shard
+
+        model = network()
+        fully_shard(model[0])
+        return model
+
+    def square():
+        return torch.nn.Linear(4, 4, bias=False).double()
+
+    assert in_ranks(2, work) == ["refused"] * 2
+
+
+def test_more_ranks_than_rows_are_refused():
+    def work(rank):
+        from torch.distributed.fsdp import fully_shard
+
+        trainer(plan("dp-sgd"), fully_shard(torch.nn.Linear(5, 2).double()))
+
+    said = in_ranks(3, work)
+    assert all(kind == "ConfigurationError" and "hold nothing of it" in text for kind, text in said)
+
+
+def test_one_rank_may_be_sharded_too():
+    """A group of one process: all of it is its slice."""
+    alone = outcome("fo-dp-sgd", dict(quantile=0.5, count_noise=20.0))
+    found = in_ranks(1, lambda rank: outcome("fo-dp-sgd", dict(quantile=0.5, count_noise=20.0), sharded())[:4])[0]
+    assert torch.equal(found[0], alone[0])
+    assert found[1:] == alone[1:4]

@@ -45,8 +45,8 @@ class Gradients:
     owner with all of their rows, whose gradients are averaged (or summed) before anything is clipped; nobody is split.
     `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
     `exact` sums over examples in float64, whatever the model's type is.
-    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where it
-    leaves a part of the sum here, `sizes` says how many numbers of each parameter.
+    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where
+    it leaves a part of the sum here, `sizes` says how many numbers of each parameter.
     `shape` holds public factors, one per parameter, that scale its part of every gradient before clipping and that of
     the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
     `layers` clips by layer: places of its parameters and its share of the bound, squared shares summing to one.

@@ -341,9 +341,14 @@ class Group(Alone):
             ) from error
 
 
-# By their newer names where PyTorch has them.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+def _all_gather(whole: Tensor, part: Tensor) -> None:
+    """By its newer name where PyTorch has that."""
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole)
+
 
 _group: tuple[Any, Group] | None = None
 

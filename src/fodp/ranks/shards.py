@@ -31,6 +31,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, ranks: Alone):
         self._model, self.ranks = model, ranks
+        _put_slices_back(model)
         _refuse_other_forms(model, ranks)
         self._sharded = [p for p in model.parameters() if _is_sharded(p)]
         self._slices_of_all = Slices([p.shape for p in self._sharded], ranks)
@@ -48,6 +49,7 @@ class Shards:
         if self._is_whole:
             yield
             return
+        _put_slices_back(self._model)
         self._refuse_other_parameters()
         gathered = self._slices_of_all.gather_each(_local(parameter).detach() for parameter in self._sharded)
         for numbers, parameter, stand_in in zip(gathered, self._sharded, self._stand_ins, strict=True):
@@ -70,23 +72,38 @@ class Shards:
 
     @contextmanager
     def _in_modules(self) -> Iterator[None]:
-        """Stand-ins instead of slices, without FSDP's classes and hooks; afterwards as before."""
+        """Stand-ins instead of slices, without FSDP's classes, hooks and notes; afterwards as before.
+
+        So rules for layers, which go by their very type, know them, and a copy of the model is an ordinary one.
+        """
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
         stand_in_of = {id(p): s for p, s in zip(self._sharded, self._stand_ins, strict=True)}
         modules = list(self._model.modules())
         places = [(m, n, p) for m in modules for n, p in m._parameters.items() if id(p) in stand_in_of]
         classes = [(module, type(module)) for module in modules if _is_fsdp(module)]
+        notes = [
+            (vars(module), key, vars(module)[key])
+            for module in modules
+            for key in (STATE_KEY, REGISTRY_KEY)
+            if key in vars(module)
+        ]
         hooks = [(held, dict(held)) for module in modules for held in _held_hooks(module)]
         try:
             for module, name, parameter in places:
                 _put(module, name, stand_in_of[id(parameter)])
             for module, made in classes:
                 module.__class__ = made.__bases__[1]
+            for held_notes, key, _ in notes:
+                del held_notes[key]
             for held, before in hooks:
                 _replace(held, {key: hook for key, hook in before.items() if not _is_of_fsdp(hook)})
             yield
         finally:
             for module, made in classes:
                 module.__class__ = made
+            for held_notes, key, note in notes:
+                held_notes[key] = note
             for module, name, parameter in places:
                 _put(module, name, parameter)
             for held, before in hooks:  # what was added or removed meanwhile stays so
@@ -216,7 +233,8 @@ def _refuse_other_forms(model: nn.Module, ranks: Alone) -> None:
                     "whole model, without ignored_params, or freeze it"
                 )
             continue
-        mesh, placements = parameter.device_mesh, parameter.placements
+        divided_as: Any = parameter
+        mesh, placements = divided_as.device_mesh, divided_as.placements
         divided = len(placements) == 1 and placements[0].is_shard(0)
         if mesh.ndim != 1 or mesh.size() != ranks.count or not divided:
             raise ConfigurationError(
@@ -230,7 +248,7 @@ def _refuse_other_forms(model: nn.Module, ranks: Alone) -> None:
         policy = state._mp_policy
         if any(getattr(policy, kind, None) for kind in ("param_dtype", "reduce_dtype", "output_dtype")):
             raise ConfigurationError(
-                f"{type(module).__name__} has {policy}: private passes run without FSDP. Leave mp_policy out, and use "
+                f"{type(module).__name__} has {policy}: private passes run without FSDP: leave mp_policy out, and use "
                 "torch.autocast in the loss"
             )
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -241,6 +259,13 @@ def _refuse_other_forms(model: nn.Module, ranks: Alone) -> None:
 
 def _is_fsdp(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _put_slices_back(model: nn.Module) -> None:
+    """A forward pass of the owner's leaves the outermost parameters whole, for a backward pass that may never come."""
+    for module in model.modules():
+        if _is_fsdp(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -258,10 +283,10 @@ def _nothing(parameter: Any) -> Tensor:
     return torch.zeros((), dtype=parameter.dtype, device=_local(parameter).device).expand(parameter.shape)
 
 
-def _put(module: nn.Module, name: str, parameter: Tensor) -> None:
+def _put(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """As FSDP does it: past `__setattr__`, unless a module has its own (recurrent layers keep a list)."""
     if getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__:
-        module._parameters[name] = parameter  # type: ignore[assignment]
+        module._parameters[name] = parameter
     else:
         setattr(module, name, parameter)
 

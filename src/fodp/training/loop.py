@@ -127,8 +127,8 @@ def make_private(
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
     if is_sharded(model):
         raise ConfigurationError(
-            "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they are "
-            f"clipped: give the plain model, or {TRAINER}"
+            "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they "
+            f"are clipped: give the plain model, or {TRAINER}"
         )
     recorder = Recorder(model, loss_reduction == "mean")
     run = _LoopRun(

@@ -1,8 +1,8 @@
-"""Checkpoints of sharded runs: a file as any other, and beside it a folder of slices, which every rank writes its own of.
+"""Checkpoints of sharded runs: a file as any other, and beside it a folder of slices, to which every rank adds its own.
 
 The folder is one of `torch.distributed.checkpoint`, which puts slices together again for any number of ranks, and for
 one that holds the model whole. It is complete and on the disk before the file names it, with the SHA-256 of each of its
-files; older folders go when the file has its name. So whenever it is read, the file's folder is there, whole, or refused.
+files; older folders go when the file has its name. So what a file names is there, and what was damaged is refused.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,9 @@ _NAMES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
+
+
+_VALUES = torch.dtype, torch.layout, torch.memory_format
 
 
 def save(path: Path, trainer: "Trainer", noted: Callable[[str], None] | None) -> None:
@@ -112,8 +116,8 @@ class _Slices:
             return value
         if value.shape != (self._shards.slices.size,):
             raise ConfigurationError(
-                f"{key} is a tensor of shape {tuple(value.shape)}, and a sharded run keeps flat vectors of releases' form "
-                "alone: keep numbers as floats"
+                f"{key} is a tensor of shape {tuple(value.shape)}, and a sharded run keeps flat vectors of a release's "
+                "form alone: keep numbers as floats"
             )
         parts = value.detach().split(list(self._shards.slices.sizes))
         for i, (parameter, part) in enumerate(zip(self._shards.trained, parts, strict=True)):
@@ -179,13 +183,14 @@ def _begin(path: Path) -> str:
 
 
 def _write(folder: Path, slices: dict[str, Tensor], ranks: Alone) -> None:
-    from torch.distributed import checkpoint as distributed
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_slices
 
     try:
         with ranks.reached():
-            writer = distributed.FileSystemWriter(folder, sync_files=True)
-            distributed.save(dict(slices), storage_writer=writer, no_dist=ranks.count == 1)
+            writer = FileSystemWriter(folder, sync_files=True)
+            save_slices(dict(slices), storage_writer=writer, no_dist=ranks.count == 1)
     except (CheckpointException, OSError) as error:
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -232,8 +237,8 @@ def _refuse_damaged(folder: Path, files: dict[str, str], ranks: Alone) -> None:
     for name, found in zip(names, _digests(folder, names, ranks), strict=True):
         if found != files[name]:
             raise LedgerError(
-                f"{folder / name}, a part of the checkpoint, is missing, damaged or was changed (its digest differs), or "
-                "a rank cannot read it: restore a copy of the folder, which all ranks must see"
+                f"{folder / name}, a part of the checkpoint, is missing, damaged or was changed (its digest differs), "
+                "or a rank cannot read it: restore a copy of the folder, which all ranks must see"
             )
 
 
@@ -244,9 +249,7 @@ class _Harmless(pickle.Unpickler):
         found = None
         if module in _HARMLESS or (module, name) in _NAMES:
             found = super().find_class(module, name)
-        elif module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
-        ):
+        elif module == "torch" and isinstance(getattr(torch, name, None), _VALUES):
             return getattr(torch, name)
         if found is None or not (isinstance(found, type) or (module, name) in _NAMES):
             raise LedgerError(f"the slices' metadata names {module}.{name}, which has no place in it: restore a copy")
@@ -254,10 +257,10 @@ class _Harmless(pickle.Unpickler):
 
 
 def _reader(folder: Path) -> Any:
-    from torch.distributed import checkpoint as distributed
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    class Reader(distributed.FileSystemReader):
+    class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with (folder / ".metadata").open("rb") as file:
                 found = _unpickled(file)
@@ -275,16 +278,17 @@ def _unpickled(file: IO[bytes]) -> Any:
 
 def _read(folder: Path, shards: Shards | None, ranks: Alone, device: torch.device) -> dict[str, Tensor]:
     """Everything in the folder: whole, or divided as these shards are."""
-    from torch.distributed import checkpoint as distributed
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load as load_slices
 
     reader, wanted = _reader(folder), dict[str, Tensor]()
     for key, known in reader.read_metadata().state_dict_metadata.items():
         shape, dtype = known.size, known.properties.dtype
         wanted[key] = torch.empty(shape, dtype=dtype, device=device) if shards is None else shards.empty(shape, dtype)
     try:
-        with ranks.reached():
-            distributed.load(wanted, storage_reader=reader, no_dist=shards is None or ranks.count == 1)
+        with ranks.reached(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*load in a single process")  # which is meant
+            load_slices(wanted, storage_reader=reader, no_dist=shards is None or ranks.count == 1)
     except (CheckpointException, OSError) as error:
         raise LedgerError(f"{folder} could not be read ({error}): restore a copy of it") from None
     return wanted
