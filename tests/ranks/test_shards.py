@@ -476,3 +476,61 @@ def test_one_rank_may_be_sharded_too():
     found = in_ranks(1, lambda rank: outcome("fo-dp-sgd", dict(quantile=0.5, count_noise=20.0), sharded())[:4])[0]
     assert torch.equal(found[0], alone[0])
     assert found[1:] == alone[1:4]
+
+
+class Tied(torch.nn.Module):
+    """A frozen layer, dropout, a weight that is used twice, a buffer, and a part in bfloat16."""
+
+    def __init__(self, half):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            dtype = torch.float32 if half else torch.float64
+            self.first, self.frozen = torch.nn.Linear(5, 6).to(dtype), torch.nn.Linear(6, 6).to(dtype)
+            self.second, self.last = torch.nn.Linear(6, 6).to(dtype), torch.nn.Linear(6, 3).to(dtype)
+        self.second.weight = self.first_square = torch.nn.Parameter(self.frozen.weight.detach().clone())
+        self.frozen.requires_grad_(False)
+        self.drop = torch.nn.Dropout(0.3)
+        self.register_buffer("shift", torch.ones(6, dtype=dtype))
+
+    def forward(self, x):
+        hidden = self.drop(torch.tanh(self.frozen(self.first(x.to(self.shift))))) + self.shift
+        return self.last(torch.tanh(self.second(torch.tanh(self.second(hidden)))))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_frozen_and_tied_weights_dropout_microbatches_and_an_optimizer_of_ones_own(half):
+    def work(model, optimizer):
+        training = trainer(
+            plan("fo-dp-sgd", steps=4, clip_norm=2.0),
+            model,
+            optimizer=optimizer,
+            microbatch=2,
+            scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1, 0.5),
+        )
+        training.fit()
+        return whole(training)
+
+    def made(model):
+        return work(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05))
+
+    def in_slices(rank):
+        from torch.distributed.fsdp import fully_shard
+
+        return made(fully_shard(Tied(half)))
+
+    one = made(Tied(half))
+    for found in in_ranks(2, in_slices):
+        tolerance = dict(rtol=1e-3, atol=1e-4) if half else dict(rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(found, one, **tolerance)
+
+
+def test_half_precision_parameters():
+    def work(model):
+        training = trainer(plan("dp-sgd", steps=2), model, data(dtype=torch.bfloat16))
+        training.fit()
+        return whole(training)
+
+    one = work(network(torch.bfloat16))
+    for found in in_ranks(2, lambda rank: work(sharded(torch.bfloat16))):
+        torch.testing.assert_close(found, one, rtol=0.05, atol=0.05)
