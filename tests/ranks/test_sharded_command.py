@@ -23,7 +23,9 @@ def test_the_command_line_trains_in_slices_and_resumes_without(tmp_path, capsys)
     names = [sorted(f.name for f in (tmp_path / n).iterdir() if ".slices-" not in f.name) for n in "12"]
     assert names[0] == names[1]
     assert main(["export", str(tmp_path / "2"), str(tmp_path / "w.safetensors")]) == 0
-    assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "2")]) == 0  # it is done: nothing is left to do
+    assert (
+        main(["train", "--resume", "--quiet", "--out", str(tmp_path / "2")]) == 0
+    )  # it is done: nothing is left to do
 
 
 def test_one_process_has_nothing_to_divide(capsys, tmp_path):

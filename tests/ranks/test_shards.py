@@ -162,6 +162,44 @@ def test_secure_noise_is_that_of_one_release_and_fresh_in_every_slice():
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.06
 
 
+def test_mistakes_with_slices_would_be_found(monkeypatch):
+    """Noise of one range for all ranks, distances of slices instead of vectors, a slice summed over no other rank."""
+    from fodp.noise.ranges import RangedStreams, Ranges
+    from fodp.ranks.shards import Shards
+
+    inputs, labels = data().tensors
+    silent = TensorDataset(inputs * math.nan, labels)
+    settings = dict(window=4, tau=5.0, kappa=1e-3, zeta=1e-3)
+    alone = outcome("fo-dp-sgd", settings)[0]
+    value = queries(data())[0]
+
+    def work(rank):
+        from torch.distributed.fsdp import fully_shard
+
+        right = outcome("fo-dp-sgd", settings, sharded())[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(Shards, "add", lambda self, numbers: numbers)
+            unsummed = outcome("fo-dp-sgd", settings, sharded())[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(Shards, "total", lambda self, part: self.slices.cut(part))
+            run = queries(data(), sharded())
+            unscattered = run[3].shards.slices.gather(run[0])
+        with monkeypatch.context() as patch:
+            made = RangedStreams.__init__
+            same = lambda self, streams, ranges: made(self, streams, Ranges(ranges.size, ((0, ranges.count),)))  # noqa: E731
+            patch.setattr(RangedStreams, "__init__", same)
+            model = fully_shard(torch.nn.Linear(5, 4000, bias=False).double())
+            run = trainer(plan("dp-sgd"), model, silent).run
+            twice = run.shards.slices.gather(run.take_step())
+        return right, unsummed, unscattered, twice
+
+    for right, unsummed, unscattered, twice in in_ranks(2, work):
+        torch.testing.assert_close(right, alone, rtol=1e-9, atol=1e-11)
+        assert (unsummed - alone).norm() > 1e-6
+        assert (unscattered - value).norm() > 1e-3
+        assert torch.equal(twice[:10000], twice[10000:])  # which a difference of two slices would show without noise
+
+
 class Note(Callback):
     """What a callback sees of the model after each step."""
 
@@ -266,6 +304,12 @@ def saved(tmp_path):
     return tmp_path / "c.pt", folder, weights
 
 
+@pytest.mark.fault(
+    "a sharded run's checkpoint: a file of its folder of slices is missing or damaged, or a rank cannot read it",
+    happens="refused on all ranks, by digests that the checkpoint has of each",
+    lost="nothing, with a copy",
+    costs="nothing",
+)
 def test_a_checkpoint_without_all_of_its_slices_is_refused(saved):
     file, folder, weights = saved
     training = trainer(plan("fo-dp-sgd", steps=3))
@@ -310,6 +354,12 @@ def test_a_changed_file_is_refused_and_runs_nothing(saved, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.fault(
+    "a sharded run's checkpoint breaks off when its slices are written and its file is not (a full disk, a crash)",
+    happens="the checkpoint before it stays, with its slices; what was begun is removed",
+    lost="steps since that checkpoint, if the run ends",
+    costs="the lost steps of a secure run stay charged",
+)
 def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, monkeypatch):
     from fodp.training import checkpoint
 
@@ -335,6 +385,12 @@ def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, mo
     trainer(plan("fo-dp-sgd", steps=3)).resume(tmp_path / "c.pt")
 
 
+@pytest.mark.fault(
+    "a sharded run: a rank is killed",
+    happens="the others end at once; nobody has all of the model, so the last epoch's checkpoint is the newest",
+    lost="steps since that checkpoint",
+    costs="the lost steps of a secure run stay charged",
+)
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_can_be_resumed(tmp_path):
     import os
     import signal
