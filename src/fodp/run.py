@@ -38,7 +38,8 @@ from fodp.prefetching import Ahead, workers_for
 from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
-from fodp.ranks.shards import ShardedGradients, Shards, is_sharded
+from fodp.ranks.fsdp import is_sharded
+from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 
 _LOOKS_IN_256 = 1

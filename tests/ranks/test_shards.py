@@ -1,5 +1,6 @@
 """Models that FSDP2 has divided: real processes over gloo hold slices, and train as one process with all of it does."""
 
+import io
 import math
 import pickle
 
@@ -289,6 +290,30 @@ def test_resuming_with_two_then_three_sharded_then_one_that_is_not(tmp_path, met
     assert Ledger(tmp_path / "l.sqlite").steps("run") == 8
 
 
+def test_a_secure_run_goes_on_with_a_fresh_key_and_loses_what_was_used_since(tmp_path):
+    the_plan, file = plan("fo-dp-sgd", seed=None, steps=8), tmp_path / "c.pt"
+
+    def go_on(model, until=99):
+        callbacks = [StopAfter(until), *([Checkpoint(file)] if until == 3 else [])]
+        options = dict(ledger=lambda: Ledger(tmp_path / "l.sqlite"), run_id="run")
+        training = trainer(the_plan, model, callbacks=callbacks, **options)
+        if until != 3:
+            training.resume(file)
+        result = training.fit()
+        return result.steps, result.lost_steps, training.run.streams._key
+
+    first = in_ranks(2, lambda rank: go_on(sharded(), 3))
+    second = in_ranks(2, lambda rank: go_on(sharded(), 5))  # not saved
+    third = in_ranks(3, lambda rank: go_on(sharded()))
+    assert [[steps[:2] for steps in found] for found in (first, second, third)] == [
+        [(3, 0)] * 2,
+        [(5, 0)] * 2,
+        [(8, 2)] * 3,
+    ]
+    assert len({key for found in (first, second, third) for *_, key in found}) == 3
+    assert Ledger(tmp_path / "l.sqlite").steps("run") == 8
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A checkpoint of two ranks, and its folder of slices."""
@@ -338,19 +363,27 @@ def test_a_checkpoint_without_all_of_its_slices_is_refused(saved):
 
 def test_a_changed_file_is_refused_and_runs_nothing(saved, tmp_path):
     """Somebody who writes new digests too can change the numbers, as in any checkpoint, but no code is run."""
-    from fodp.training import checkpoint
+    from fodp.training import checkpoint, slice_files
     from fodp.training import sharded as slices
 
     class Evil:
+        def __init__(self, what):
+            self.what = what
+
         def __reduce__(self):
-            return (open, (str(tmp_path / "owned"), "w"))
+            return self.what, (str(tmp_path / "owned"), "w")
 
     file, folder, _ = saved
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
-    content = checkpoint.load(file)
-    content["slices"]["files"][".metadata"] = slices._digest(folder / ".metadata").hex()
-    with pytest.raises(fodp.PrivacyError, match=r"names (io|_io)\.open"):
-        slices.whole(content, file)
+    about = (folder / ".metadata").read_bytes()
+    assert str(tmp_path).encode() not in about  # nor does it say where it was written
+    elsewhere = slice_files.about(folder)
+    next(iter(elsewhere.storage_data.values())).relative_path = "../c.pt"
+    for what in (Evil(open), Evil(io.FileIO), elsewhere):
+        (folder / ".metadata").write_bytes(pickle.dumps(what))
+        content = checkpoint.load(file)
+        content["slices"]["files"][".metadata"] = slice_files.digest(folder / ".metadata").hex()
+        with pytest.raises(fodp.PrivacyError, match=r"_?io\.(open|FileIO), which has no place|names a file outside"):
+            slices.whole(content, file)
     assert not (tmp_path / "owned").exists()
 
 

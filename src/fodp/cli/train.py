@@ -50,8 +50,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait")
-_ANEW += ("rank_timeout", "sharded")
+_ANEW = (
+    "resume",
+    "preset",
+    "ledger",
+    "allow_changed_data",
+    "allow_other_name",
+    "no_budget",
+    "wait",
+    "rank_timeout",
+    "sharded",
+)
 _OF_THE_RUN = {"plan", "run", "fodp", "card", "model_code"}  # written beside the options
 
 

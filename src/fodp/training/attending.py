@@ -44,7 +44,7 @@ def attended(trainer: "Trainer", moment: str) -> Iterator[None]:
 def ask_for_slices(trainer: "Trainer", path: Path) -> None:
     """Tell ranks that attend to save their slices; elsewhere they have been called as this one was."""
     if trainer._attended:
-        trainer.run.ranks.text(lambda: f"{_SAVE}{path}")
+        trainer.run.ranks.text(lambda: f"{_SAVE}{path.absolute()}")
 
 
 def _looks(callback: Callback, moment: str) -> bool:

@@ -26,7 +26,7 @@ from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.prefetching import workers_for
 from fodp.ranks import refuse_other_group
-from fodp.ranks.shards import is_sharded
+from fodp.ranks.fsdp import is_sharded
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.bookkeeping import open_account

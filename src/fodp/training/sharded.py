@@ -5,49 +5,26 @@ one that holds the model whole. It is complete and on the disk before the file n
 files; older folders go when the file has its name. So what a file names is there, and what was damaged is refused.
 """
 
-import hashlib
 import json
-import os
-import pickle
-import secrets
 import shutil
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fodp._checks import ConfigurationError, LedgerError
+from fodp._checks import ConfigurationError, PrivacyError
 from fodp.ranks import ALONE, Alone
 from fodp.ranks.shards import Shards
-from fodp.training import checkpoint
+from fodp.training import checkpoint, slice_files
 
 if TYPE_CHECKING:
     from fodp.training.resuming import LoopKeeper
     from fodp.training.trainer import Trainer
 
-_DIGEST = 32  # bytes
-_AT_ONCE = 2**22
 _PARTS = "model", "optimizer", "state"  # of a checkpoint, that have slices
 _MARK = "fodp.slices"  # stands in the file for what is in the folder
-# What a folder's metadata may be made of: it is a pickle, and must not run anything.
-_HARMLESS = {
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.serialization",
-}
-_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
-
-
-_VALUES = torch.dtype, torch.layout, torch.memory_format
 
 
 def save(path: Path, trainer: "Trainer", noted: Callable[[str], None] | None) -> None:
@@ -57,19 +34,34 @@ def save(path: Path, trainer: "Trainer", noted: Callable[[str], None] | None) ->
     with shards.in_slices():
         content, slices = checkpoint.snapshot(trainer), _Slices(shards)
         content |= {part: slices.taken_out(content[part], part) for part in _PARTS}
-        folder = path.with_name(ranks.text(lambda: _begin(path)))
-        _write(folder, slices.found, ranks)
-    names = json.loads(ranks.text(lambda: json.dumps(sorted(file.name for file in folder.iterdir()))))
-    digests = dict(zip(names, _digests(folder, names, ranks), strict=True))
+        folder = path.with_name(ranks.text(lambda: slice_files.begin(path)))
+        slice_files.write(folder, slices.found, ranks)
+    names = json.loads(ranks.text(lambda: json.dumps(slice_files.files(folder))))
+    digests = dict(zip(names, slice_files.digests(folder, names, ranks), strict=True))
+    unread = [name for name, digest in digests.items() if not int(digest, 16)]
+    if unread:
+        raise checkpoint.NotWritten(
+            f"{folder / unread[0]} was written, and another rank cannot read it: choose a folder that all ranks see; "
+            "the checkpoint before it is untouched"
+        )
     if not ranks.is_first:
         return
     content |= {"format": checkpoint.SHARDED_FORMAT, "slices": {"folder": folder.name, "files": digests}}
     try:
         checkpoint.save(path, content, noted)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not _is_named(path, folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    _remove_others(path, folder)
+    slice_files.remove_others(path, folder)
+
+
+def _is_named(path: Path, folder: Path) -> bool:
+    """Whether the file may need this folder: it may have got its name before something failed."""
+    try:
+        return path.exists() and checkpoint.load(path).get("slices", {}).get("folder") == folder.name
+    except PrivacyError:
+        return True
 
 
 def fitted(saved: dict[str, Any], path: Path, trainer: "Trainer | LoopKeeper") -> dict[str, Any]:
@@ -89,8 +81,8 @@ def _with_slices(
     saved: dict[str, Any], path: Path, shards: Shards | None, ranks: Alone, device: torch.device
 ) -> dict[str, Any]:
     folder = path.with_name(str(saved["slices"]["folder"]))
-    _refuse_damaged(folder, saved["slices"]["files"], ranks)
-    found = _read(folder, shards, ranks, device)
+    slice_files.refuse_damaged(folder, saved["slices"]["files"], ranks)
+    found = slice_files.read(folder, shards, ranks, device)
     return saved | {part: _put_back(saved[part], found) for part in _PARTS}
 
 
@@ -168,127 +160,3 @@ def _cut(saved: dict[str, Any], trainer: "Trainer | LoopKeeper") -> dict[str, An
         "optimizer": optimizer | {"state": moments},
         "state": vector(saved["state"]),
     }
-
-
-def _begin(path: Path) -> str:
-    """A fresh folder that its owner alone can read."""
-    folder = path.with_name(f"{path.name}.slices-{secrets.token_hex(8)}")
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise checkpoint.NotWritten(
-            f"the checkpoint {path} could not be written ({error.strerror or error}); the one before it is untouched"
-        ) from None
-    return folder.name
-
-
-def _write(folder: Path, slices: dict[str, Tensor], ranks: Alone) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as save_slices
-
-    try:
-        with ranks.reached():
-            writer = FileSystemWriter(folder, sync_files=True)
-            save_slices(dict(slices), storage_writer=writer, no_dist=ranks.count == 1)
-    except (CheckpointException, OSError) as error:
-        if ranks.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise checkpoint.NotWritten(
-            f"the slices of a checkpoint could not be written to {folder} ({reason}); the one before it is untouched: "
-            "free the disk or make the folder writable by all ranks, then resume"
-        ) from None
-    if ranks.is_first:
-        with suppress(OSError):  # not every system opens folders
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
-
-def _remove_others(path: Path, kept: Path) -> None:
-    for folder in path.parent.glob(f"{path.name}.slices-*"):
-        if folder != kept:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _digests(folder: Path, names: list[str], ranks: Alone) -> list[str]:
-    """SHA-256 of each file, or zeros where it cannot be read; every rank reads its share of them."""
-    found = torch.zeros(len(names), _DIGEST, dtype=torch.float64)
-    for place, name in enumerate(names):
-        if place % ranks.count == ranks.rank:
-            with suppress(OSError):
-                found[place] = torch.frombuffer(bytearray(_digest(folder / name)), dtype=torch.uint8)
-    return [bytes(row).hex() for row in ranks.added(found).to(torch.uint8).tolist()]
-
-
-def _digest(file: Path) -> bytes:
-    state = hashlib.sha256()
-    with file.open("rb") as opened:
-        while part := opened.read(_AT_ONCE):
-            state.update(part)
-    return state.digest()
-
-
-def _refuse_damaged(folder: Path, files: dict[str, str], ranks: Alone) -> None:
-    names = sorted(files)
-    for name, found in zip(names, _digests(folder, names, ranks), strict=True):
-        if found != files[name]:
-            raise LedgerError(
-                f"{folder / name}, a part of the checkpoint, is missing, damaged or was changed (its digest differs), "
-                "or a rank cannot read it: restore a copy of the folder, which all ranks must see"
-            )
-
-
-class _Harmless(pickle.Unpickler):
-    """Reads what a folder's metadata is made of, and refuses whatever else a pickle could do."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = None
-        if module in _HARMLESS or (module, name) in _NAMES:
-            found = super().find_class(module, name)
-        elif module == "torch" and isinstance(getattr(torch, name, None), _VALUES):
-            return getattr(torch, name)
-        if found is None or not (isinstance(found, type) or (module, name) in _NAMES):
-            raise LedgerError(f"the slices' metadata names {module}.{name}, which has no place in it: restore a copy")
-        return found
-
-
-def _reader(folder: Path) -> Any:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with (folder / ".metadata").open("rb") as file:
-                found = _unpickled(file)
-            if getattr(found, "storage_meta", None) is None:
-                found.storage_meta = StorageMeta()
-            found.storage_meta.load_id = self.load_id
-            return found
-
-    return Reader(folder)
-
-
-def _unpickled(file: IO[bytes]) -> Any:
-    return _Harmless(file).load()
-
-
-def _read(folder: Path, shards: Shards | None, ranks: Alone, device: torch.device) -> dict[str, Tensor]:
-    """Everything in the folder: whole, or divided as these shards are."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load as load_slices
-
-    reader, wanted = _reader(folder), dict[str, Tensor]()
-    for key, known in reader.read_metadata().state_dict_metadata.items():
-        shape, dtype = known.size, known.properties.dtype
-        wanted[key] = torch.empty(shape, dtype=dtype, device=device) if shards is None else shards.empty(shape, dtype)
-    try:
-        with ranks.reached(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*load in a single process")  # which is meant
-            load_slices(wanted, storage_reader=reader, no_dist=shards is None or ranks.count == 1)
-    except (CheckpointException, OSError) as error:
-        raise LedgerError(f"{folder} could not be read ({error}): restore a copy of it") from None
-    return wanted
