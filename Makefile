@@ -40,6 +40,7 @@ docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
 	$(BIN)/fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
 	$(BIN)/fodp report
+	$(BIN)/fodp report --utility --figures docs/images > docs/utility.md
 
 bench: $(INSTALLED)  ## private steps against plain ones and other libraries, the targets, results in runs/bench
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,bench]"

@@ -111,7 +111,7 @@ class TestRunner:
         monkeypatch.setattr(Runner, "_compute", lambda self, missing, done: asked.append(missing))
         with Runner(path, 1, quiet=True) as second:
             second.run([a, b, tiny(seed=2)], "again")
-        monkeypatch.setattr(runner, "code_version", lambda method: "changed")
+        monkeypatch.setattr(runner, "code_of", lambda spec: "changed")
         with Runner(path, 1, quiet=True) as third:
             third.run([a], "other code")
         assert asked == [[tiny(seed=2)], [a]]

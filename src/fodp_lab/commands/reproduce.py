@@ -18,11 +18,12 @@ EPILOG = """examples:
   fodp reproduce --quick                      every experiment of the paper, ten epochs each, in minutes
   fodp reproduce window                       one of them; several with --only final-accuracy,window
   fodp reproduce fair                         all methods at equal epsilon
+  fodp reproduce utility                      what helps at equal epsilon: shapes, untuned rates, averages, noise
   fodp reproduce fair --challenge dp-sgd --set momentum=0.95 --label "more momentum"
 
 Experiments: baseline-rates, final-accuracy, accuracy, insertion, memory-design, window, order, beta-tradeoff,
 beta-joint, clipping, learning-rate, reference, sensitivity, runtime. They need the data sets of the paper: FODP_DATA
-names their folder, or they are downloaded.
+names their folder, or they are downloaded. The utility comparison also needs sst2-train.tsv and sst2-dev.tsv there.
 
 Runs are recorded one by one under --out: stop at any time and start again, nothing is computed twice."""
 
@@ -30,8 +31,18 @@ Runs are recorded one by one under --out: stop at any time and start again, noth
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp reproduce`."""
     add = parser.add_argument
-    add("suite", nargs="?", default="paper", metavar="SUITE", help="paper (default), fair, or one experiment's name")
-    add("--only", metavar="NAMES", help="experiments of the paper, separated by commas")
+    add(
+        "suite",
+        nargs="?",
+        default="paper",
+        metavar="SUITE",
+        help="paper (default), fair, utility, or one experiment's name",
+    )
+    add(
+        "--only",
+        metavar="NAMES",
+        help="experiments of the paper, separated by commas; utility: search, without final runs",
+    )
     add("--quick", action="store_true", help="short runs that show that everything works; the numbers mean nothing")
     add("--seeds", type=int, metavar="N", help="at most so many seeds per row")
     add("--jobs", type=int, metavar="N", help="processes, one thread each (default: the number of cores)")
@@ -53,21 +64,21 @@ def run(options: argparse.Namespace) -> int:
 
     if options.suite in NAMES and options.only is None:
         options.suite, options.only = "paper", options.suite
-    _checks.one_of("SUITE", options.suite, ("paper", "fair", *NAMES))
+    _checks.one_of("SUITE", options.suite, ("paper", "fair", "utility", *NAMES))
     for name in ("seeds", "jobs"):
         if getattr(options, name) is not None:
             _checks.whole(f"--{name}", getattr(options, name))
     if options.data_dir:
         os.environ["FODP_DATA"] = str(Path(options.data_dir).resolve())  # the worker processes read it
     folder = Path(options.out or ("results-quick" if options.quick else "results"))
-    done = _fair(options, folder) if options.suite == "fair" else _paper(options, folder)
-    if not options.no_report:
+    done = {"fair": _fair, "utility": _utility}.get(options.suite, _paper)(options, folder)
+    if not options.no_report and options.suite != "utility":  # its page is `fodp report --utility`
         from fodp_lab.report.files import write
 
         done["report"] = write(folder)["report"]
     if options.json:
         print(json.dumps(done))
-    elif not options.no_report:
+    elif "report" in done:
         print(f"wrote {done['report']}")
     return 0
 
@@ -104,7 +115,7 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from dataclasses import replace
 
     from fodp_lab.paper import fair
-    from fodp_lab.paper.code_version import code_version
+    from fodp_lab.paper.code_version import code_of
     from fodp_lab.paper.runner import Runner
 
     if options.only:
@@ -121,10 +132,30 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         protocol = replace(protocol, seeds=protocol.seeds[: options.seeds])
     modules = fair.modules_in(folder)
     with Runner(folder / "fair.jsonl", options.jobs, quiet=options.quiet, modules=modules) as runner:
-        comparison = fair.Comparison(fair.rows_in(folder), runner.records, protocol, code_version)
+        comparison = fair.Comparison(fair.rows_in(folder), runner.records, protocol, code_of)
         for title, specs in comparison.rounds():
             runner.run(specs, title)
     return {"rows": list(comparison.rows), "runs": len(runner.records), "records": str(runner.records.path)}
+
+
+def _utility(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from fodp_lab.paper import utility
+    from fodp_lab.paper.code_version import code_of
+    from fodp_lab.paper.runner import Runner
+
+    if options.challenge or options.label or options.set or options.lr is not None:
+        raise PrivacyError("--challenge and its options add a row to the fair comparison: say `fodp reproduce fair`")
+    if options.only is not None:
+        _checks.one_of("--only", options.only, ("search",))
+    beside = utility.taken_over(folder)
+    with Runner(folder / "utility.jsonl", options.jobs, quiet=options.quiet, beside=beside) as runner:
+        suite = utility.Suite(runner.records, options.quick, options.seeds, code_of)
+        for line in (*suite.left_out_notes(), *suite.estimated(runner.jobs)):
+            print(line, file=sys.stderr)
+        for title, specs in suite.rounds(only_search=options.only == "search"):
+            runner.run(specs, title)
+    return {"settings": [trial.name for trial in suite.comparisons], "runs": len(runner.records),
+            "records": str(runner.records.path)}  # fmt: skip
 
 
 def _challenge(options: argparse.Namespace, folder: Path) -> "Row":

@@ -18,7 +18,7 @@ from fodp_lab.paper.spec import RunSpec
 
 Record = dict[str, Any]
 BySeed = dict[int, float]
-_FIELDS = ("run", "seed", "final_accuracy", "best_accuracy", "final_loss", "final_epsilon", "curve", "code", "at")
+FIELDS = ("run", "seed", "final_accuracy", "best_accuracy", "final_loss", "final_epsilon", "curve", "code", "at")
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Results:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.paper = Records(self.folder / "paper.jsonl", _FIELDS)
-        self.fair_records = Records(self.folder / "fair.jsonl", _FIELDS)
+        self.paper = Records(self.folder / "paper.jsonl", FIELDS)
+        self.fair_records = Records(self.folder / "fair.jsonl", FIELDS)
         self.rounds = _latest(Records(self.folder / "runtime.jsonl", ("seconds", "steps", "code", "at")))
         self.quick = not self._any(lambda spec: spec) and self._any(quick)
         self.fair = fair.Comparison(fair.rows_in(self.folder), self.fair_records)

@@ -10,14 +10,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fodp.cli._malloc import keep_freed_memory
-from fodp.data import Splits, load
-from fodp.data.models import build, cross_entropy, wants_flat
+from fodp.data import Splits
+from fodp.data.models import cross_entropy
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler
 from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
 from fodp.training.trainer import Trainer
-from fodp_lab.paper.code_version import code_version
+from fodp_lab.paper import models
+from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
 from fodp_lab.paper.variants import varied
 
@@ -51,7 +52,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
     keep_freed_memory()
     splits = splits_for(spec.dataset, spec.model)
     torch.manual_seed(spec.seed)
-    model = build(spec.model, splits.card)
+    model = models.make(spec.model, splits.card)
     splits = varied(spec.variant, splits, model)
     curve = Curve(model, _scored(spec, splits), spec.score_every)
     started = time.perf_counter()
@@ -69,7 +70,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
         }
     return {
         "key": spec.key,
-        "code": code_version(spec.method),
+        "code": code_of(spec),
         "run": spec.to_dict(),
         "algorithm": spec.method,
         "seed": spec.seed,
@@ -89,7 +90,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
 
 def make_trainer(spec: RunSpec, splits: Splits, model: nn.Module, callbacks: list[Callback]) -> Trainer:
     """The trainer of a private run."""
-    public = TensorDataset(*splits.validation[:_PUBLIC_SCORE])
+    public = TensorDataset(*splits.validation[: _public(splits)])
     return Trainer(
         model,
         cross_entropy,
@@ -104,13 +105,19 @@ def make_trainer(spec: RunSpec, splits: Splits, model: nn.Module, callbacks: lis
 @lru_cache(maxsize=3)
 def splits_for(dataset: str, model: str) -> Splits:
     """The data, read once per process."""
-    return load(dataset, flatten=wants_flat(model), progress=False)
+    return models.splits(dataset, model)
+
+
+def _public(splits: Splits) -> int:
+    """How many validation examples score proposals: a tenth where there are few."""
+    few = len(splits.validation) < 2 * _PUBLIC_SCORE
+    return len(splits.validation) // 10 if few else _PUBLIC_SCORE
 
 
 def _scored(spec: RunSpec, splits: Splits) -> TensorDataset:
     if spec.scored_on == "test":
         return splits.test
-    return TensorDataset(*splits.validation[_PUBLIC_SCORE:])
+    return TensorDataset(*splits.validation[_public(splits) :])
 
 
 def _train_without_privacy(spec: RunSpec, splits: Splits, model: nn.Module, curve: Curve) -> None:

@@ -44,10 +44,13 @@ BLOCK_RATES = tuple(0.1 * 2**k for k in range(8))  # 0.1 to 12.8: its steps in t
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set and a budget."""
+    """A data set, a budget, and how it is trained: as in the paper, unless something else is said."""
 
     dataset: str
     epsilon: float
+    model: str = "mlp"
+    sampling_rate: float = 0.04
+    lot_size: float = 200.0
 
     @property
     def name(self) -> str:
@@ -100,6 +103,9 @@ class Row:
         """A run of this row."""
         base = RunSpec(
             dataset=setting.dataset,
+            model=setting.model,
+            sampling_rate=setting.sampling_rate,
+            lot_size=setting.lot_size,
             method=self.method,
             params=self.params,
             plan_steps=steps,
@@ -159,7 +165,11 @@ class Comparison:
     """The comparison as a pure function of its records: what to run next, what was chosen, which runs count."""
 
     def __init__(
-        self, rows: Iterable[Row], records: Records, protocol: Protocol = FULL, code: Callable[[str], str] | None = None
+        self,
+        rows: Iterable[Row],
+        records: Records,
+        protocol: Protocol = FULL,
+        code: Callable[[RunSpec], str] | None = None,
     ):
         self.rows = {row.label: row for row in rows}
         self.protocol, self._records, self._code = protocol, records, code
@@ -217,7 +227,7 @@ class Comparison:
         return sorted(known, key=lambda spec: (-self._score(spec), spec.params["lr"]))
 
     def _record(self, spec: RunSpec) -> dict[str, Any] | None:
-        return self._records.get(spec.key, None if self._code is None else self._code(spec.method))
+        return self._records.get(spec.key, None if self._code is None else self._code(spec))
 
     def _score(self, spec: RunSpec) -> float:
         record = self._record(spec)

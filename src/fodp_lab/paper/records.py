@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,24 @@ from fodp._checks import PrivacyError
 class Records:
     """The runs in one file. A line cut short by a crash is passed over and closed off before the next.
 
-    A whole line that lacks one of `fields` was not written by us, and is refused.
+    A whole line that lacks one of `fields` was not written by us, and is refused. Runs `beside` the file are found by
+    key where it has none, and are not listed.
     """
 
-    def __init__(self, path: str | Path, fields: Sequence[str] = ()):
+    def __init__(self, path: str | Path, fields: Sequence[str] = (), beside: Iterable[dict[str, Any]] = ()):
         self.path = Path(path)
         self._fields = fields
+        self._beside = {record["key"]: record for record in beside}
         self._found: dict[str, dict[str, Any]] = {}
         for record in self._read():
             self._found[record["key"]] = record
 
     def get(self, key: str, code: str | None = None) -> dict[str, Any] | None:
         """The latest record of a run, of the given version of the code if one is given."""
-        record = self._found.get(key)
-        return record if record is None or code is None or record["code"] == code else None
+        for record in (self._found.get(key), self._beside.get(key)):
+            if record is not None and code in (None, record["code"]):
+                return record
+        return None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self._found.values())

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fodp._checks import PrivacyError
-from fodp_lab.paper.code_version import code_version
+from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.records import Records, alone
 from fodp_lab.paper.spec import RunSpec
 
@@ -22,11 +22,20 @@ class Runner:
     """Computes the runs that are missing from a file of records, and appends each as soon as it is done.
 
     Stop it at any moment and start it again: finished runs stay, those under way are computed anew. One
-    runner at a time writes to a file. `modules` are imported first, for methods of your own.
+    runner at a time writes to a file. `modules` are imported first, for methods of your own. Records `beside` the file
+    count as computed and stay where they are.
     """
 
-    def __init__(self, path: str | Path, jobs: int | None = None, *, quiet: bool = False, modules: Sequence[str] = ()):
-        self.records = Records(path)
+    def __init__(
+        self,
+        path: str | Path,
+        jobs: int | None = None,
+        *,
+        quiet: bool = False,
+        modules: Sequence[str] = (),
+        beside: Iterable[dict[str, Any]] = (),
+    ):
+        self.records = Records(path, beside=beside)
         self.jobs = jobs or os.cpu_count() or 1
         self._modules, self._quiet = tuple(modules), quiet
         # Started afresh, not forked: torch's thread pools do not survive a fork.
@@ -44,7 +53,7 @@ class Runner:
     def run(self, specs: Iterable[RunSpec], title: str) -> None:
         """See to it that every spec has a record of the present code."""
         wanted = {spec.key: spec for spec in specs}  # a run that several experiments share is computed once
-        missing = [spec for key, spec in wanted.items() if self.records.get(key, code_version(spec.method)) is None]
+        missing = [spec for key, spec in wanted.items() if self.records.get(key, code_of(spec)) is None]
         with alone(self.records.path), progress_bar(self._quiet) as bar:
             task = bar.add_task(title, total=len(wanted), completed=len(wanted) - len(missing), note="")
 
