@@ -129,7 +129,10 @@ class Run:
 
     def _divided(self, model: nn.Module, plan: Plan) -> Shards | None:
         """The slices of a model that FSDP2 has divided; None: it is whole on every rank."""
-        if not is_sharded(model):
+        divided = is_sharded(model)
+        # Before anything is gathered: a rank that does not take part would be waited for in vain.
+        self.ranks.compare(lambda _: {"whether the model is sharded (fully_shard)": b"%d" % divided})
+        if not divided:
             return None
         refuse_unfit_for_slices(plan)
         return Shards(model, self.ranks)

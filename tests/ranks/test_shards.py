@@ -549,14 +549,22 @@ def test_what_cannot_be_done_in_slices_is_refused_in_words():
     assert in_ranks(2, work) == ["refused"] * 2
 
 
+def test_a_rank_whose_model_is_whole_is_refused():
+    said = in_ranks(2, lambda rank: trainer(plan("dp-sgd"), sharded() if rank else network()))
+    assert [kind for kind, _ in said] == ["Disagreement"] * 2
+    assert "whether the model is sharded" in said[0][1]
+
+
 def test_more_ranks_than_rows_are_refused():
     def work(rank):
         from torch.distributed.fsdp import fully_shard
 
-        trainer(plan("dp-sgd"), fully_shard(torch.nn.Linear(5, 2).double()))
+        rows = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)).double()  # 2, 2, 0 and 1, 1, 1
+        trainer(plan("dp-sgd", steps=1), fully_shard(rows)).fit()
+        trainer(plan("dp-sgd"), fully_shard(torch.nn.Linear(5, 4).double()))
 
     said = in_ranks(3, work)
-    assert all(kind == "ConfigurationError" and "hold nothing of it" in text for kind, text in said)
+    assert all(kind == "ConfigurationError" and "hold nothing of this model" in text for kind, text in said), said
 
 
 def test_one_rank_may_be_sharded_too():
@@ -565,6 +573,39 @@ def test_one_rank_may_be_sharded_too():
     found = in_ranks(1, lambda rank: outcome("fo-dp-sgd", dict(quantile=0.5, count_noise=20.0), sharded())[:4])[0]
     assert torch.equal(found[0], alone[0])
     assert found[1:] == alone[1:4]
+
+
+class Recurrent(torch.nn.Module):
+    """Layers that keep a list of their parameters, and a parameter that no layer has: functions are watched."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.steps, self.out = torch.nn.LSTM(1, 6, batch_first=True), torch.nn.Linear(6, 3)
+            self.places = torch.nn.Parameter(torch.randn(5, 1))
+        self.double()
+
+    def forward(self, x):
+        return self.out(self.steps(x[:, :, None] + self.places)[0][:, -1])
+
+
+def test_functions_are_watched_in_a_sharded_model_too():
+    def work(divided):
+        from torch.distributed.fsdp import fully_shard
+
+        model = Recurrent()
+        if divided:
+            fully_shard(model.steps)
+            fully_shard(model)
+        training = trainer(plan("fo-dp-sgd", steps=3), model)
+        training.fit()
+        return whole(training), training.run.engine.path
+
+    one, path = work(False)
+    for found in in_ranks(2, lambda rank: work(True)):
+        assert found[1] == path == "functions"
+        torch.testing.assert_close(found[0], one, rtol=1e-9, atol=1e-11)
 
 
 class Tied(torch.nn.Module):

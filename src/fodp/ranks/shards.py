@@ -183,11 +183,11 @@ class Shards:
         return empty(shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
     def _refuse_other_slices(self) -> None:
-        rows = max(p.shape[0] for p in self._sharded)
-        if -(-rows // -(-rows // self.ranks.count)) < self.ranks.count:
+        count = self.ranks.count
+        if all((count - 1) * -(-p.shape[0] // count) >= p.shape[0] for p in self._sharded if p.requires_grad):
             raise ConfigurationError(
-                f"the largest first dimension of this model is {rows}, so that some of {self.ranks.count} ranks would "
-                "hold nothing of it: use fewer ranks, or leave the model whole"
+                f"the last of {count} ranks would hold nothing of this model, whose parameters have at most "
+                f"{max(p.shape[0] for p in self._sharded)} rows: use fewer ranks, or leave the model whole"
             )
         for place, parameter in enumerate(self._sharded):
             if local_part(parameter).numel() != self._slices_of_all.sizes[place]:
