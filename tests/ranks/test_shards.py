@@ -418,6 +418,29 @@ def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, mo
     trainer(plan("fo-dp-sgd", steps=3)).resume(tmp_path / "c.pt")
 
 
+def test_a_folder_that_cannot_be_made_ends_all_ranks_at_once(tmp_path):
+    def work(rank):
+        training = trainer(plan("fo-dp-sgd", steps=3), sharded())
+        training.save(tmp_path / "nowhere" / "c.pt")
+
+    first, second = in_ranks(2, work)
+    assert first[0] == "NotWritten"
+    assert second == ("RankLost", second[1])
+
+
+def test_a_folder_that_another_rank_does_not_see_is_refused_when_it_is_written(tmp_path):
+    def work(rank):
+        for number in range(2):
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+        training = trainer(plan("fo-dp-sgd", steps=3), sharded())
+        training.save(tmp_path / str(rank) / "c.pt")
+
+    said = in_ranks(2, work)
+    assert said[0][0] == "NotWritten"
+    assert "choose a folder that all ranks see" in said[0][1]
+    assert not list(tmp_path.glob("*/c.pt"))
+
+
 @pytest.mark.fault(
     "a sharded run: a rank is killed",
     happens="the others end at once; nobody has all of the model, so the last epoch's checkpoint is the newest",

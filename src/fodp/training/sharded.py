@@ -31,19 +31,10 @@ def save(path: Path, trainer: "Trainer", noted: Callable[[str], None] | None) ->
     """Write a checkpoint of a sharded run: all ranks must call it, and `noted` is the first one's."""
     shards, ranks = trainer.run.shards, trainer.run.ranks
     assert shards is not None
-    with shards.in_slices():
+    with ranks.together(), shards.in_slices():
         content, slices = checkpoint.snapshot(trainer), _Slices(shards)
         content |= {part: slices.taken_out(content[part], part) for part in _PARTS}
-        folder = path.with_name(ranks.text(lambda: slice_files.begin(path)))
-        slice_files.write(folder, slices.found, ranks)
-    names = json.loads(ranks.text(lambda: json.dumps(slice_files.files(folder))))
-    digests = dict(zip(names, slice_files.digests(folder, names, ranks), strict=True))
-    unread = [name for name, digest in digests.items() if not int(digest, 16)]
-    if unread:
-        raise checkpoint.NotWritten(
-            f"{folder / unread[0]} was written, and another rank cannot read it: choose a folder that all ranks see; "
-            "the checkpoint before it is untouched"
-        )
+        folder, digests = _written(path, slices.found, ranks)
     if not ranks.is_first:
         return
     content |= {"format": checkpoint.SHARDED_FORMAT, "slices": {"folder": folder.name, "files": digests}}
@@ -54,6 +45,21 @@ def save(path: Path, trainer: "Trainer", noted: Callable[[str], None] | None) ->
             shutil.rmtree(folder, ignore_errors=True)
         raise
     slice_files.remove_others(path, folder)
+
+
+def _written(path: Path, slices: dict[str, Tensor], ranks: Alone) -> tuple[Path, dict[str, str]]:
+    """The folder with all ranks' slices, on the disk, and the digests of its files."""
+    folder = path.with_name(ranks.text(lambda: slice_files.begin(path)))
+    slice_files.write(folder, slices, ranks)
+    names = json.loads(ranks.text(lambda: json.dumps(slice_files.files(folder))))
+    digests = dict(zip(names, slice_files.digests(folder, names, ranks), strict=True))
+    unread = [name for name, digest in digests.items() if not int(digest, 16)]
+    if unread:
+        raise checkpoint.NotWritten(
+            f"{folder / unread[0]} was written, and another rank cannot read it: choose a folder that all ranks see; "
+            "the checkpoint before it is untouched"
+        )
+    return folder, digests
 
 
 def _is_named(path: Path, folder: Path) -> bool:

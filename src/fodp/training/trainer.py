@@ -215,7 +215,8 @@ class Trainer:
         lost but stays charged (`lost_steps`), and another `fit()` goes on with the next one. A refusal
         (`PrivacyError`) in a step is the end of the run.
 
-        In a process group all ranks must call it. They stop after the same step, and what ends one ends all.
+        In a process group all ranks must call it. They stop after the same step, and what ends one ends all. A model
+        that FSDP2 has divided (`fully_shard`) is trained in slices, and is divided again afterwards (docs/scaling.md).
         """
         ranks = self.run.ranks
         with ranks.together():
