@@ -413,7 +413,7 @@ def _stated(lot: Lot, exact: bool) -> float:
 def _mass(use: Any) -> tuple[Tensor, int]:
     """Σ of norms of what is summed in an example, and how many terms that are."""
     if isinstance(use, Ragged):
-        parts = [_mass(part) for _, part in use._parts]
+        parts = [_mass(part) for _, part in use.parts]
         return use._spread([mass for mass, _ in parts]), max(terms for _, terms in parts)
     if isinstance(use, Outer):
         lengths = (t.double().norm(dim=3) for t in (use.inputs(), use.back))

@@ -366,7 +366,7 @@ _WORDS: dict[str, Callable[[Plan], _Words]] = {"record": _of_records, "person": 
 def _clipping(plan: Plan, steps: int) -> str:
     factors = _factors(plan.algorithm.params.clip_schedule, steps)
     parts = plan.algorithm.parts
-    shaped = "" if parts.shape is None else ", each parameter's part times a public factor,"
+    shaped = "" if parts.shape is None else f", each parameter's part {parts.shape.in_words},"
     if parts.layers is None:
         done = "clipped" if parts.stability is None else "scaled"
         return f"{shaped} is {done} to norm {plan.clip_norm:g}{factors}"

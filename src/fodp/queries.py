@@ -5,15 +5,27 @@ accounting cannot disagree: the noise multiplier of an accounting event is compu
 """
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fodp import _checks
+from fodp import _checks, _lengths
 from fodp._checks import PrivacyError
+from fodp._lengths import Length
 
 Terms = tuple[tuple[float, Tensor], ...]
-Blocks = tuple[tuple[int, float], ...]
+
+
+class LinearMap(Protocol):
+    """A public linear map of a block."""
+
+    def map_(self, part: Tensor) -> Tensor:
+        """Apply it in place."""
+
+
+Blocks = Sequence[tuple[int, float | LinearMap]]
 
 
 class Query:
@@ -22,13 +34,14 @@ class Query:
     Scaling it scales the bound; adding a tensor computed from earlier releases leaves it; adding two
     queries of one lot adds the bounds. The value is kept as a sum of terms and worked out once, at release.
     `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `shape`, lengths of
-    blocks and a factor for each, says how the value was scaled before it was bounded: `map_back_` scales its release.
+    blocks and a factor or symmetric map for each, says how the value was scaled before it was bounded: `map_back_` does
+    the same to its release.
     """
 
     def __init__(
         self,
         value: Tensor,
-        bound: float,
+        bound: Length,
         lot: object = None,
         dtype: torch.dtype | None = None,
         shape: Blocks | None = None,
@@ -36,7 +49,7 @@ class Query:
         self._terms: Terms = ((1.0, value),)
         self._like = value
         self.dtype = value.dtype if dtype is None else dtype
-        self.bound = _checks.at_least_zero("the bound of a query", bound)
+        self.bound = _lengths.at_least_zero("the bound of a query", bound)
         self.lot, self.shape = lot, shape
 
     @property
@@ -59,7 +72,7 @@ class Query:
         """Room for a release, not yet filled."""
         return torch.empty_like(self._like, dtype=dtype)
 
-    def _with(self, terms: Terms, bound: float) -> "Query":
+    def _with(self, terms: Terms, bound: Length) -> "Query":
         query = Query(self._like, bound, self.lot, self.dtype, self.shape)
         query._terms = terms
         return query
@@ -84,15 +97,18 @@ class Query:
     __radd__ = __add__
 
     def map_back_(self, release: Tensor) -> Tensor:
-        """The release of this query with each block scaled by its factor again, in place: post-processing."""
+        """The release of this query with each block scaled or mapped again, in place: post-processing."""
         if self.shape is not None:
             for part, (_, factor) in zip(release.split([size for size, _ in self.shape]), self.shape, strict=True):
-                part.mul_(factor)
+                if isinstance(factor, float | int):
+                    part.mul_(factor)
+                else:
+                    factor.map_(part)
         return release
 
-    def noise_multiplier(self, std: float) -> float:
+    def noise_multiplier(self, std: Length) -> float:
         """Noise in units of sensitivity: what the accountant needs to know. Infinite where no example counts."""
-        return std / self.bound if self.bound else math.inf
+        return _lengths.ratio(std, self.bound) if self.bound else math.inf
 
     def __repr__(self) -> str:
         return f"Query(bound={self.bound:g})"  # never the value

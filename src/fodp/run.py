@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, kernels
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp import _checks, kernels, shaping
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp._lengths import Length, LengthOnDevice, in_tensors
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
 from fodp.clipping.augmentation import Augment, Augmentation
@@ -22,10 +23,12 @@ from fodp.clipping.buffers import KeptState, modules_of
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
+from fodp.clipping.maps import share
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
 from fodp.memory import FractionalMemory
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
+from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
@@ -41,6 +44,8 @@ from fodp.ranks.facts import facts, refuse_wrapped
 from fodp.ranks.fsdp import is_sharded
 from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
+from fodp.shaping import Shaping
+from fodp.shaping.made_up import made_up
 
 _LOOKS_IN_256 = 1
 
@@ -52,6 +57,8 @@ class Run:
     event is not the promised one is refused before its noise is drawn, and so is a model that
     writes into its buffers, before anything of the step is used.
     """
+
+    _has_loss = True  # False: the loss is in a loop of the owner's, and cannot be asked about public records
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class Run:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        public_sample: Any = None,
     ):
         self.plan = plan
         self.step = 0
@@ -121,10 +129,14 @@ class Run:
                 memory = getattr(part, "memory", part)
                 if isinstance(memory, FractionalMemory):
                     memory.over_ranks = self.shards.add
-        self._shape = None if parts.shape is None else parts.shape.weights(self.shapes)
+        self.average = None if parts.average is None else RunningAverage(parts.average)
+        self._shape: Shaping | None = None
+        if parts.shape is not None:
+            self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
         self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
-        self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
+        self._noise_stds: deque[Length] = deque(maxlen=RESPONSE_LENGTH)
+        self.last_clip_norm: Length = plan.clip_norm  # of the step that was taken last
         self._begin()
 
     def _divided(self, model: nn.Module, plan: Plan) -> Shards | None:
@@ -202,7 +214,7 @@ class Run:
         self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
         self._releases: dict[int, int] = {}  # how many each lot has made
         self._count: Tensor | None = None  # the released count that will move the clip norm
-        self._noise_std = 0.0  # of the step's last release
+        self._noise_std: Length = 0.0  # of the step's last release
 
     def take_step(self) -> Tensor:
         """One step of the method: its private sum, filtered, to be divided by the plan's lot size.
@@ -218,6 +230,7 @@ class Run:
         except BaseException:
             self.step += bool(self._lots)
             raise
+        self.last_clip_norm = self.clip_norm
         if self.adaptive_clip is not None:
             self.adaptive_clip.move(self._released_count())
         self._noise_stds.appendleft(self._noise_std)
@@ -229,6 +242,8 @@ class Run:
         context = self if self.method.parts.schedules is None else _Scheduled(self)
         kept = KeptState(self.engine.model, self._watched, self._parameters)
         try:
+            if self._shape is not None:
+                self._shape.factors(self.step)
             released = self.method.step(context, self.state)
             kept.refuse_changes()
             emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
@@ -247,8 +262,8 @@ class Run:
         self._augmentation = None
 
     @property
-    def clip_norm(self) -> float:
-        """C of this step: the plan's, the scheduled or the adapted one."""
+    def clip_norm(self) -> Length:
+        """C of this step: the plan's, the scheduled or the adapted one, which stays on the device of the model."""
         schedules = self.method.parts.schedules
         if schedules is not None and self.adaptive_clip is None:
             return schedules.at(self.plan, self.step).clip_norm
@@ -313,7 +328,7 @@ class Run:
             total=self.ranks.total if self.shards is None else self.shards.total,
             sizes=None if self.shards is None else self.shards.slices.sizes,
         )
-        asked = asked if self._shape is None else asked.shaped(self._shape)
+        asked = asked if self._shape is None else asked.shaped(self._shape.factors(self.step))
         return asked if blocks is None else asked.scaled(blocks)
 
     def refuse_wrong_loss(self) -> None:
@@ -386,7 +401,7 @@ class Run:
         """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""
         return self.step > 0 and hashlib.blake2b(b"%d" % self.step, person=b"fodp.check").digest()[0] < _LOOKS_IN_256
 
-    def adapt_clip(self, gradients: Gradients, query: Query, std: float) -> float:
+    def adapt_clip(self, gradients: Gradients, query: Query, std: Length) -> Length:
         """With a quantile: release how many of the gradients are within C, and return the noise the query then needs.
 
         The count and the query share what the query alone would have cost with `std`: so it gets a little more noise,
@@ -403,20 +418,21 @@ class Run:
             raise PrivacyError(f"step {self.step} has released its count already: call adapt_clip once in a step")
         multiplier = query.noise_multiplier(std)
         rest = clip.rest(multiplier)
-        count = gradients.count(lambda norms: norms <= clip.clip_norm)
+        clip_norm = in_tensors(clip.clip_norm)
+        count = gradients.count(lambda norms: norms <= clip_norm)
         self._charge(place, count.noise_multiplier(clip.count_noise))
         self._count = self._noised(count, clip.count_noise, "count")
         return std * rest / multiplier
 
-    def _released_count(self) -> float:
+    def _released_count(self) -> float | Tensor:
         if self._count is None:
             raise PrivacyError(
                 f"a quantile is set, and the step of {self.plan.method} does not adapt the clip norm: leave quantile "
                 "out, or write std = run.adapt_clip(gradients, query, std) before its last release"
             )
-        return float(self._count)
+        return self._count if self._count.device.type != "cpu" else float(self._count)
 
-    def release(self, lot: Lot, query: Query, std: float) -> Tensor:
+    def release(self, lot: Lot, query: Query, std: Length) -> Tensor:
         """query + N(0, std²): charged to its lot, jointly with what that lot has released before.
 
         A query with a shape is scaled by it again once it has its noise.
@@ -430,14 +446,30 @@ class Run:
         name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
         if self._correlated is None:
             self._noise_std = std
-            return query.map_back_(self._noised(query, std, name))
+            return self._mapped_back(query, self._noised(query, std, name))
         if sum(self._releases.values()) > 1:
             raise PrivacyError(f"step {self.step} has released already: correlated noise is for one release in a step")
         released = self._noised(query, std, name, self._correlated)
         self._noise_std = std * math.sqrt(self.ranks.number(self._correlated.variance))
+        return self._mapped_back(query, released)
+
+    def _mapped_back(self, query: Query, released: Tensor) -> Tensor:
+        """The release without its shape, which has seen it: post-processing."""
+        if self._shape is not None and query.shape is not None:
+            self._shape.see(query, released, self._noise_std)
         return query.map_back_(released)
 
-    def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
+    def _made_up(self, public_sample: Any) -> Callable[[int], Any] | None:
+        """Public records for a step: the user's, or made up from what is public of the data's form."""
+        if not self._has_loss:
+            return None
+        if public_sample is not None:
+            return lambda _: public_sample
+        forms, engine, shape = self._fetcher.forms, self.engine, self.method.parts.shape
+        kind = "auto" if shape is None else shape.shape_inputs
+        return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
+
+    def _noised(self, query: Query, std: Length, name: str, noise: BandedNoise | None = None) -> Tensor:
         """One release for all ranks, made on the first; of a vector in slices, each rank makes its own."""
         source = noise or self._noise
         if self.shards is not None and not query.is_number:
@@ -462,26 +494,31 @@ class Run:
             )
         self._spent[place] = spent
 
-    def unclipped_fraction(self) -> float | None:
+    def unclipped_fraction(self) -> float | Tensor | None:
         """The released noisy share of examples within the clip norm in this step; None without a count."""
         if self.adaptive_clip is None or self._count is None:
             return None
-        return self.adaptive_clip.fraction_of(float(self._count))
+        return self.adaptive_clip.fraction_of(self._released_count())
 
-    def noise_variance(self) -> float:
+    def noise_variance(self) -> float | Tensor:
         """Variance per coordinate of the noise in what the optimizer gets: public numbers only. 0 before any noise."""
         if not self._noise_stds:
             return 0.0
         # One of the two is a single number: what must know the variance gets no noise that was filtered twice.
         gains = np.convolve(self.method.noise_gains(self.state), self.filter.noise_gains()).tolist()
-        total = math.fsum(gain * std * std for gain, std in zip(gains, self._noise_stds, strict=False))
+        known = list(zip(gains, self._noise_stds, strict=False))
+        total: float | Tensor = math.fsum(g * std * std for g, std in known if not isinstance(std, LengthOnDevice))
+        for gain, std in known:
+            if isinstance(std, LengthOnDevice):  # on the device, since an adapted clip norm is there
+                total = total + gain * std.factor**2 * std.unit.square()
         return total / self.plan.lot_size**2
 
     def noise_share(self, parameter: Tensor) -> float:
-        """What share of that variance the noise of a parameter has: b² of its shape."""
-        for known, b in zip(self.trained, self._shape or (), strict=False):
-            if known is parameter:
-                return b**2
+        """What share of that variance the noise of a parameter has: the mean squared factor of its way back."""
+        if self._shape is not None:
+            for known, factor in zip(self.trained, self._shape.current, strict=True):
+                if known is parameter:
+                    return share(factor)
         return 1.0
 
     @property
@@ -521,7 +558,7 @@ class Run:
     def uniform(self, count: int, name: str) -> Tensor:
         """Uniform numbers in [0, 1) from the run's own stream, the same on all ranks."""
         words = self.streams.words(count, self.step, f"uniform.{name}")  # never a lot's own words
-        return torch.from_numpy((words >> 11) * 2.0**-53).to(self.engine.layout.device)
+        return torch.from_numpy((words >> 11) * 2.0**-53).to(self.engine.layout.device, non_blocking=True)
 
     def public_score(self) -> float:
         """The loss on data declared public."""
@@ -536,19 +573,24 @@ class Run:
 
         With `views` large tensors are not copied: for a file that is written before the next step.
         """
-        clip = None if self.adaptive_clip is None else self.adaptive_clip.clip_norm
+        clip = None if self.adaptive_clip is None else float(self.adaptive_clip.clip_norm)
         method, smoothing = (
             part.state_views() if views and hasattr(part, "state_views") else part.state_dict()
             for part in (self.state, self.filter)
         )
         # Earlier noise would let a reader take it off: a secure run that is resumed begins anew instead.
         kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
+        if self.average is not None:
+            kept["average"] = self.average.state_views() if views else self.average.state_dict()
+        shape = None if self._shape is None else self._shape.state_dict()
+        kept |= {} if shape is None else {"shape": shape}
         return kept | {
             "method": method,
             "filter": smoothing,
             "clip_norm": clip,
-            "noise_stds": list(self._noise_stds),
+            "noise_stds": _read(self._noise_stds),
             "kernels": kernels.library() is not None,
+            "device": self.engine.layout.device.type,
             # Where lots are split says something about the records in them; a secure run can do without.
             "rows_at_once": self.engine.rows_at_once if self.plan.seed is not None else None,
         }
@@ -556,20 +598,30 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self._shape)
         return sum(part.bytes_when_full(self.size) for part in parts if hasattr(part, "bytes_when_full"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
         noise with none of before: its next step must begin a round (`next_round`)."""
+        before, now = state.get("device", "cpu"), self.engine.layout.device.type
+        if self.plan.seed is not None and before != now:
+            raise LedgerError(
+                f"this seeded run began on {before} and would go on on {now}, where its noise is another: steps that "
+                f"are charged once would be released twice. Move the model to {before}, or start a new run"
+            )
         if self._correlated is not None and self.plan.seed is not None:
             self._correlated.load_state_dict(state["noise"])
         elif self._correlated is not None:
             self._correlated.forget()
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()
         self._noise_stds.extend(state["noise_stds"])
+        if self._shape is not None:
+            self._shape.load_state_dict(state.get("shape"))
         self.engine.rows_at_once = state.get("rows_at_once")  # another split of a lot has other last bits
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])
@@ -603,6 +655,17 @@ def refuse_unfit_for_slices(plan: Plan) -> None:
     kind = type(plan.algorithm)
     if plan.exact_noise:
         raise ConfigurationError("exact noise is drawn whole, by one rank: leave exact_noise out, or the model whole")
+    shape, average = plan.algorithm.parts.shape, plan.algorithm.parts.average
+    if shape is not None and shape.shape in ("kronecker", "transcript"):
+        raise ConfigurationError(
+            f"shape={shape.shape!r} learns from whole releases or models, and ranks hold slices: use shape='fan-in', "
+            "numbers of your own, or leave the model whole"
+        )
+    if average is not None:
+        raise ConfigurationError(
+            "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
+            "WeightAverage, or leave the model whole"
+        )
     if not (kind.__module__.startswith("fodp.methods.") or vars(kind).get("takes_slices", False)):
         raise ConfigurationError(
             f"{plan.method} is no method of this library, and on a sharded model its step would see slices of releases "
@@ -626,6 +689,13 @@ class _Scheduled:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
+
+
+def _read(lengths: Sequence[Length]) -> list[float]:
+    """As floats, with one look at the device if any are there."""
+    there = [length for length in lengths if isinstance(length, LengthOnDevice)]
+    found = iter(torch.stack([length.value for length in there]).tolist() if there else ())
+    return [next(found) if isinstance(length, LengthOnDevice) else length for length in lengths]
 
 
 def _same(emitted: tuple[Event, ...], promised: tuple[Event, ...]) -> bool:

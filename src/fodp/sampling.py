@@ -99,7 +99,7 @@ class Lot:
 
     def own(self, numbers: torch.Tensor) -> torch.Tensor:
         """Of numbers for each record of the whole lot, those of the records here."""
-        return numbers if self.places is None else numbers[self.places.to(numbers.device)]
+        return numbers if self.places is None else numbers[self.places.to(numbers.device, non_blocking=True)]
 
     @property
     def records(self) -> torch.Tensor:
@@ -257,7 +257,9 @@ class Fetcher:
     def fetch(self, indices: torch.Tensor, source: Source | None = None, records: torch.Tensor | None = None) -> Any:
         """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
         if self._columns is not None:
-            return tuple(column.index_select(0, indices.to(column.device)) for column in self._columns)
+            return tuple(
+                column.index_select(0, indices.to(column.device, non_blocking=True)) for column in self._columns
+            )
         names = indices if records is None else records
         found = self._read(indices, source, names)
         if source is None or not found:
@@ -266,6 +268,11 @@ class Fetcher:
             self._read_twice += 1
             self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
         return self._collated(found, source, names)
+
+    @property
+    def forms(self) -> tuple[torch.Tensor, ...] | None:
+        """Empty columns: the shapes and types of records that are tensors, which are public; None where they differ."""
+        return None if self._columns is None else tuple(column[:0] for column in self._columns)
 
     def records(self, indices: torch.Tensor, source: Source) -> list[Any]:
         """These records as the data set gives them, not yet a batch."""

@@ -30,6 +30,7 @@ from fodp.audit import tape
 from fodp.audit.replay import differences
 from fodp.audit.tape import Tape, event_faults, same
 from fodp.methods import METHODS, Method, register
+from fodp.methods.parts.rates import AUTO
 from fodp.plan import Plan
 from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
@@ -143,7 +144,8 @@ def public_loss(model: nn.Module) -> float:
 def plan(method: str, params: Mapping[str, Any] | None = None, **changes: Any) -> Plan:
     """Eight steps on the small problem, seeded; `changes` are other fields of the plan.
 
-    Where records take turns the rate is at most what then makes the drawing of one certain.
+    Where records take turns the rate is at most what then makes the drawing of one certain. A method that does not say
+    what noise it accumulates has a learning rate of 0.1 here.
     """
     public: dict[str, Any] = dict(
         sampling_rate=0.5, steps=8, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, accountant="rdp",
@@ -151,7 +153,10 @@ def plan(method: str, params: Mapping[str, Any] | None = None, **changes: Any) -
     )  # fmt: skip
     public |= changes
     public["sampling_rate"] = min(public["sampling_rate"], _highest_rate(method, params or {}))
-    return Plan(**public, method=method, params=params or {})
+    made = Plan(**public, method=method, params=params or {})
+    if made.algorithm.params.lr != AUTO or made.algorithm.knows_its_noise:
+        return made
+    return Plan(**public, method=method, params={**(params or {}), "lr": 0.1})
 
 
 def _highest_rate(method: str, params: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fodp
 from fodp import PrivacyError
+from fodp.data import ImageAugmentation
 from fodp.noise import keyed_from
 from fodp.sampling import PoissonSampler
 
@@ -324,7 +325,10 @@ def mixup(batch):
 @pytest.mark.rule(18)
 @pytest.mark.rule(20)
 @pytest.mark.filterwarnings("ignore:augment is given one record at a time")
-@pytest.mark.parametrize("augment", [jitter, jitter_in_place, jitter_rows, jitter_by_numpy, mixup])
+@pytest.mark.parametrize(
+    "augment",
+    [jitter, jitter_in_place, jitter_rows, jitter_by_numpy, mixup, ImageAugmentation((1, 2, 3), padding=1, flip=True)],
+)
 @pytest.mark.parametrize("copies", [1, 3])
 def test_what_an_augmentation_makes_of_a_record_does_not_depend_on_the_lot(augment, copies, pair):
     run = first_sum(network(), augment=augment, copies=copies)

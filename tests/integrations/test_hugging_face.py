@@ -496,3 +496,12 @@ class TestAdapters:
         trainer(tmp_path, model).train()
         assert torch.equal(weights(model.bert), before)
         assert not torch.equal(weights(model.classifier), weights(bert().classifier))
+
+
+def test_an_average_of_the_iterates_is_what_is_saved_and_left_in_the_model(tmp_path):
+    averaged = dict(seed=0, params=dict(average="ema"))
+    run = trainer(tmp_path, head_only(), public=averaged, save_strategy="steps", save_steps=4)
+    run.train()
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-4")
+    assert torch.equal(weights(loaded.classifier), weights(run.model.classifier))
+    assert not torch.equal(run.private.run.parameters(), run.private._weights.iterate)

@@ -413,3 +413,10 @@ class TestRefusals:
     def test_what_is_no_plan(self):
         with pytest.raises(ConfigurationError, match=r"takes a fodp\.Plan"):
             PrivateTraining(3)
+
+
+def test_an_average_of_the_plan_is_refused():
+    """Lightning scores and saves the module itself, the last iterate."""
+    averaged = fodp.Plan(**{**PLAN.to_dict(), "params": dict(average="ema")})
+    with pytest.raises(ConfigurationError, match="leave the plan's average out"):
+        PrivateTraining(averaged)

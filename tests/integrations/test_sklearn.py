@@ -106,6 +106,16 @@ class TestAccuracy:
         assert logistic(epsilon=8, random_state=0, epochs=50).fit(inputs, labels).score(*rows(seed=1)) > 0.9
 
 
+def test_another_average_takes_the_place_of_the_usual_one():
+    inputs, labels = rows()
+    usual, same, other = (
+        logistic(random_state=0, params=params).fit(inputs, labels).coef_
+        for params in (None, dict(average="tail", average_share=0.5), dict(average="power"))
+    )
+    np.testing.assert_allclose(same, usual, atol=1e-5)  # the mean over the last half
+    assert np.abs(other - usual).max() > 1e-3
+
+
 class TestGuarantee:
     def test_a_second_fit_does_not_go_on_from_the_first(self):
         """Its ε is that of one fit, also where `hidden` hands out one and the same module."""

@@ -12,10 +12,10 @@ from torch import nn
 import fodp
 from fodp.cli.main import main
 from fodp.data.models import cross_entropy
-from fodp_lab.bench import floor, measure, measurements, performance_page, plots, scaling, steps
+from fodp_lab.bench import floor, measure, measurements, on_device, performance_page, plots, scaling, steps, worker
 from fodp_lab.bench.contenders import CONTENDERS, PEERS, TERMS, Contender, build
 from fodp_lab.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, PLAIN, TARGETS, TITLES, Target
-from fodp_lab.bench.workloads import CLASSES, WORKLOADS
+from fodp_lab.bench.workloads import CLASSES, WORKLOADS, Workload
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -326,3 +326,41 @@ def test_the_memory_of_exponentials_is_counted_as_it_is():
     (row,) = (contender for contender in CONTENDERS if contender.name == FO_32_FIXED)
     step, _ = steps.private(WORKLOADS["mlp"], **row.settings)
     assert len(step.__self__.run.state.decays) == TERMS == row.rows
+
+
+class TestOnADevice:
+    def test_a_device_that_is_not_there_is_refused_in_words(self, capsys):
+        if torch.cuda.is_available():
+            pytest.skip("it is there")
+        assert main(["bench", "--device", "cuda"]) == 2
+        assert "--device cuda: this machine, or this build of PyTorch" in capsys.readouterr().err
+        assert main(["train", "--dataset", "digits", "--target-epsilon", "4", "--device", "cuda"]) == 2
+        assert "--device cuda" in capsys.readouterr().err
+        assert main(["bench", "--device", "a phone"]) == 2
+        assert "must be the name of a device" in capsys.readouterr().err
+
+    def test_what_does_not_go_with_it_is_refused(self, capsys):
+        assert main(["bench", "--device", "cpu", "--scaling"]) == 2
+        assert "leave out --scaling" in capsys.readouterr().err
+
+    def test_plain_and_private_steps_take_a_device(self):
+        """The CPU by the way of other devices: bursts by the clock."""
+        small = Workload(4, 20, lambda: nn.Linear(3, CLASSES), lambda n: torch.randn(n, 3))
+        for contender in on_device.contenders("mlp"):
+            step, size = build(contender.kind, small, {**contender.settings, "device": "cpu"})
+            seconds = worker._burst(step, 2, {"device": "cpu"})
+            assert size == 40
+            assert len(seconds) == 2
+            assert seconds[0] > 0
+
+    def test_the_table_has_what_was_measured_and_what_failed(self):
+        rows = {PLAIN: on_device._row([1e-3], [1e-3]), DP_SGD: on_device._row([3e-3], [1e-3])}
+        results = {"device": "a device", "torch": "2", "fodp": "1", "noise_ns": 0.5,
+                   "workloads": {"mlp": {"rows": rows, "failed": {FO_8: "out of memory"}}}}  # fmt: skip
+        page = on_device.markdown(results)
+        assert "| mlp | dp-sgd | 3.00 [3.00, 3.00] | 3.00 |" in page
+        assert "out of memory" in page
+        assert "0.5 ns a normal" in page
+
+    def test_noise_is_timed_where_it_is_made(self):
+        assert on_device.noise_ns(torch.device("cpu"), 1000) > 0

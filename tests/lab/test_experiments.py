@@ -51,6 +51,15 @@ class TestExecute:
         assert first["final_epsilon"] == pytest.approx(tiny().plan().epsilon())
         assert execute(tiny(seed=1))["curve"] != first["curve"]
 
+    def test_a_run_with_an_average_is_scored_by_it(self):
+        """Iterates are those of the run without; of one step the average is the iterate."""
+        plain, averaged = execute(tiny(steps=12)), execute(tiny(steps=12, average="power", average_power=1.0))
+        assert averaged["curve"] != plain["curve"]
+        assert averaged["final_loss"] != plain["final_loss"]
+        assert averaged["params"]["average"] == "power"
+        one, same = execute(tiny(steps=1)), execute(tiny(steps=1, average="ema"))
+        assert (one["curve"], one["final_loss"]) == (same["curve"], same["final_loss"])
+
     def test_a_search_run_has_the_noise_of_the_full_run(self):
         full = RunSpec(dataset="digits", method="dp-sgd", params=dict(lr=0.5), plan_steps=20, steps=20,
                        target_epsilon=2.0, accountant="pld", score_every=5)  # fmt: skip

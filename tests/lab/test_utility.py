@@ -19,7 +19,7 @@ from fodp_lab.paper import fair, models, text, utility
 from fodp_lab.paper.code_version import code_of, code_version
 from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
-from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
+from fodp_lab.paper.spec import RunSpec
 from fodp_lab.report import utility as utility_page
 from records_for_tests import record
 
@@ -176,13 +176,12 @@ def test_records_beside_a_file_are_found_and_not_listed(tmp_path):
     assert list(records) == [mine]
 
 
-def test_searches_and_ceilings_are_taken_over_and_final_runs_are_not():
-    found = utility.taken_over(ROOT / "results")
-    assert {(r["run"]["scored_on"], r["algorithm"] == NON_PRIVATE) for r in found} == {
-        ("validation", True),
-        ("validation", False),
-        ("test", True),
-    }
+def test_runs_of_the_fair_comparison_are_taken_over():
+    known = {record["key"] for record in utility.taken_over(ROOT / "results")}
+    trial = next(t for t in utility.TRIALS if t.setting == fair.Setting("cifar10", 8.0))
+    baseline = next(row for row in trial.rows if row.label == fair.BASELINE)
+    comparison = utility.Comparison([baseline], Records(ROOT / "results" / "fair.jsonl"), trial.protocol())
+    assert {spec.key for spec in comparison.final(baseline, trial.setting)} <= known
 
 
 # ---- rows and rounds ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Fractional noise: one band is DP-SGD, several have turns, rounds and an ε of their own."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -11,13 +12,16 @@ import fodp
 from fodp import ConfigurationError, Plan, PrivacyError, accounting, audit, testing
 from fodp.accounting import Event, Phase
 from fodp.accounting.budget import RenyiBudget
+from fodp.cli.main import main
 from fodp.ledger.card import faults
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_noise import FONoise
 from fodp.noise import Streams
 from fodp.noise.banded import BandedNoise, accumulated_noise, fractional_coefficients
+from fodp.noise.coefficients import best_order, optimised_coefficients
 from fodp.sampling import PoissonSampler
 from methods_for_tests import StopAfter, data, flat, losses, network, plan, record, trainer, trajectory
+from ranks_for_tests import in_ranks
 
 PUBLIC = dict(lot_size=10, clip_norm=1.0, delta=1e-5)
 
@@ -187,6 +191,82 @@ def test_calibration_takes_the_bands_that_accumulate_the_least_noise():
     assert noise_at(8, 0.3, 20)[0] <= 3  # b·q is at most 1
 
 
+def calibrated(target, rate, **params):
+    return Plan.calibrated(
+        target_epsilon=target, sampling_rate=rate, steps=1000, method="fo-noise", params=params, **PUBLIC
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "rate", "low", "high"),
+    [(8, 0.04, 0.8, 0.84), (8, 0.01, 0.45, 0.62), (2, 0.04, 0.97, 1.0)],  # the numbers of the issue are bounds
+)
+def test_calibrate_says_how_much_noise_is_left_of_dp_sgds(target, rate, low, high, capsys):
+    words = ["calibrate", "--method", "fo-noise", "--target-epsilon", str(target), "--sampling-rate", str(rate)]
+    assert main([*words, "--steps", "1000", "--set", "order=None", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert low < told["noise_over_dp_sgd"] <= high
+    best, usual, optimised = (
+        calibrated(target, rate, **given) for given in (dict(order=None), {}, dict(coefficients="optimised"))
+    )
+    assert (told["bands"], told["order"]) == (best.params["bands"], best.params["order"])
+    noise = [p.noise_multiplier * accumulated_noise(p.algorithm.strategy(), 1000) for p in (optimised, best, usual)]
+    assert noise == sorted(noise)
+    plain = Plan.calibrated(target_epsilon=target, sampling_rate=rate, steps=1000, method="dp-sgd", **PUBLIC)
+    assert told["noise_over_dp_sgd"] == pytest.approx(noise[1] / plain.noise_multiplier / math.sqrt(1001 / 2))
+    assert main([*words, "--steps", "1000"]) == 0
+    assert "of DP-SGD's at this epsilon" in capsys.readouterr().out
+
+
+def test_what_is_left_to_the_plan_is_recorded_and_old_plans_stay_as_they_were():
+    assert {"coefficients", "horizon"}.isdisjoint(calibrated(8, 0.1).params)
+    chosen = calibrated(8, 0.05, order=None, bands=4)
+    assert (chosen.params["bands"], chosen.params["order"]) == (4, best_order(4, 1000))
+    assert plan("fo-noise", dict(order=None)).params["order"] == 0.5
+    best = calibrated(8, 0.05, bands=4, coefficients="optimised")
+    assert best.params["horizon"] == 1000
+    assert best.algorithm.strategy() == optimised_coefficients(4, 1000)
+    assert Plan(**best.to_dict()) == best
+    assert Plan(**chosen.to_dict()) == chosen
+    # ε is that of so many bands, whatever they are.
+    usual = calibrated(8, 0.05, bands=4)
+    assert usual.noise_multiplier == best.noise_multiplier == chosen.noise_multiplier
+
+
+@pytest.mark.rule(2)
+@pytest.mark.rule(3)
+@pytest.mark.parametrize("check", testing.CHECKS)
+def test_optimised_bands_pass_the_common_suite(check):
+    assert testing.faults(check, FONoise, bands=3, coefficients="optimised", horizon=20) == []
+
+
+def test_several_processes_release_what_one_does(tmp_path):
+    """One of them draws all noise; groups are common; a seeded run goes on in another number of them."""
+    the_plan = plan("fo-noise", dict(bands=3, coefficients="optimised", horizon=9), sampling_rate=0.3, steps=9)
+
+    def whole(rank):
+        training = trainer(the_plan)
+        training.fit()
+        return flat(training.model), training.run.noise_variance()
+
+    alone = whole(0)
+    for weights, variance in in_ranks(2, whole):
+        torch.testing.assert_close(weights, alone[0], rtol=1e-9, atol=1e-11)
+        assert variance == alone[1]
+
+    def half(rank):
+        training = trainer(the_plan, callbacks=[StopAfter(4)])
+        training.fit()
+        training.save(tmp_path / "c.pt")
+        return training.step
+
+    assert in_ranks(2, half) == [4, 4]
+    resumed = trainer(the_plan)
+    resumed.resume(tmp_path / "c.pt")
+    resumed.fit()
+    torch.testing.assert_close(flat(resumed.model), alone[0], rtol=1e-9, atol=1e-11)
+
+
 def test_without_a_target_there_is_one_band_and_the_plan_records_it():
     assert plan("fo-noise").params["bands"] == 1
     assert replace(plan("fo-noise"), steps=9).params["bands"] == 1
@@ -231,6 +311,9 @@ def test_a_loop_of_ones_own_takes_turns_too():
         (dict(bands=0), {}, "bands must be a whole number of at least 1"),
         (dict(bands=129), {}, "bands must be at most 128"),
         (dict(order=1.0), {}, "order must lie strictly between 0 and 1"),
+        (dict(coefficients="best"), {}, "coefficients must be one of fractional, optimised"),
+        (dict(coefficients="optimised", order=0.6), {}, "order does nothing without coefficients='fractional'"),
+        (dict(horizon=9), {}, "horizon does nothing without coefficients='optimised'"),
         (dict(bands=2, filter="doppler", update="adambc"), {}, "filters its noise already"),
     ],
 )

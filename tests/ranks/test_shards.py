@@ -532,6 +532,9 @@ def test_what_cannot_be_done_in_slices_is_refused_in_words():
                 trainer(the_plan or plan("dp-sgd"), make())
 
         refused("exact noise is drawn whole", sharded, plan("dp-sgd", exact_noise=True))
+        for shape in ("kronecker", "transcript"):
+            refused("learns from whole releases", sharded, plan("dp-sgd", dict(shape=shape)))
+        refused("use the callback WeightAverage", sharded, plan("dp-sgd", dict(average="ema")))
         refused("is not divided", part)
         refused(
             "on a mesh of",

@@ -114,6 +114,7 @@ def checkpoint_list(seeded, ledger, callbacks):
             "clip_norm": NoneType,
             "noise_stds": Each(float),
             "kernels": bool,
+            "device": str,
             # Where lots are split says something about the records in them: seeded runs need it to repeat.
             "rows_at_once": (int, NoneType) if seeded else NoneType,
         },
@@ -137,7 +138,7 @@ def result_list(seeded, shared):
 DATA_CARD = {  # what is known of the data without it; of a table, its public schema
     "name": str, "description": str, "source": str, "train_size": int, "test_size": int, "classes": int,
     "shape": Each(int), "sampling_rate": float, "scale": float, "mean": Each(float), "std": Each(float),
-    "constants": str, "schema": NoneType,
+    "constants": str, "schema": NoneType, "mirrored": bool,
 }  # fmt: skip
 
 
@@ -418,6 +419,23 @@ class TestMutants:
             "Checkpoint.0": {},
         }  # fmt: skip
         assert unlisted(saved, checkpoint_list(False, False, callbacks)) == [found]
+
+
+@pytest.mark.rule(12)
+def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
+    plan = fodp.Plan(
+        sampling_rate=0.05, steps=4, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
+        params=dict(average="ema"),
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
+    wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
+    params = {**PARAMS, "average": str}
+    state = {**wanted["state"], "average": {"mean": torch.Tensor, "count": int}}
+    listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}
+    saved = checkpoint.load(tmp_path / "c.pt")
+    assert unlisted(saved, {**listed, "iterate": torch.Tensor}) == []
+    assert saved["state"]["average"]["count"] == 4
 
 
 @pytest.mark.rule(26)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ OWN_MODEL = (
 # Nothing of fodp can be imported in the process that predicts.
 CHECK = """
 import sys
+from pathlib import Path
 sys.modules["fodp"] = None
 import json, numpy
 exec(open("loader.py").read())
@@ -61,6 +63,25 @@ def test_the_cards_own_loader_has_the_runs_accuracy_to_the_digit(model, tmp_path
     assert np.mean(np.array(exported.predict(images)) == labels) == result["final_accuracy"]
     assert exported.privacy["epsilon"] == json.dumps(result["epsilon"])
     assert len([line for line in metadata["loader"].splitlines() if not line.startswith(("import", "from"))]) == 3
+
+
+def test_of_a_run_with_an_average_the_average_is_scored_and_exported():
+    """Also where the folder was resumed after its end."""
+    from fodp.training import checkpoint
+
+    words = ("--dataset", "digits", "--method", "dp-sgd", "--model", "logistic", "--lr", "4", "--set", "average=power")
+    result, _ = trained_and_exported(*words, "--set", "average_power=1")
+    images, labels = digits.read().test_images, digits.read().test_labels
+    exported = fodp.load_exported("model.safetensors")
+    assert np.mean(np.array(exported.predict(images)) == labels) == result["final_accuracy"]
+    saved = checkpoint.load(Path("r/checkpoint.pt"))
+    weights = torch.cat([parameter.flatten() for parameter in exported.model.parameters()])
+    assert torch.equal(weights, torch.cat([tensor.flatten() for tensor in saved["model"].values()]))
+    assert not torch.allclose(weights, saved["iterate"])
+    assert main(["train", "--resume", "--out", "r", "--quiet"]) == 0
+    assert main(["export", "r", "again.safetensors"]) == 0
+    again = fodp.load_exported("again.safetensors").model.parameters()
+    assert torch.equal(weights, torch.cat([parameter.flatten() for parameter in again]))
 
 
 @pytest.mark.parametrize("kind", ["uint8 colour", "floats", "features"])

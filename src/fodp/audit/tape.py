@@ -77,7 +77,9 @@ def record(
         if of is not None and len(tape.releases) < len(of.releases):
             result = of.releases[len(tape.releases)].result.clone()
         assert isinstance(query.lot, Lot)
-        released = Released(trainer.run.step, query.lot, query.value.clone(), query.bound, std, result.clone())
+        released = Released(
+            trainer.run.step, query.lot, query.value.clone(), float(query.bound), float(std), result.clone()
+        )
         tape.releases.append(released)
         return result
 

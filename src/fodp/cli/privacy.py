@@ -97,7 +97,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     with slow_note("calibrating the noise"):
         if options.method is not None:
             plan = public_plan(_without_beta(options), target_epsilon=options.target_epsilon)
-            epsilon, numbers = plan.epsilon(), _numbers(plan)
+            epsilon, numbers = plan.epsilon(), _numbers(plan) | _against_dp_sgd(plan, options.target_epsilon)
         else:
             public = _public(options)
             sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
@@ -120,8 +120,24 @@ def _numbers(plan: "Plan") -> dict[str, Any]:
         numbers["beta"] = plan.params["beta"]
     described = plan.algorithm.describe()
     if "bands" in described:  # chosen by the plan, perhaps: without them sigma means nothing
-        numbers["bands"] = described["bands"]
+        chosen = ("bands", "horizon") if "horizon" in described else ("bands", "order")
+        numbers |= {name: described[name] for name in chosen}
     return {**numbers, "noise_meaning": plan.algorithm.noise_meaning}
+
+
+def _against_dp_sgd(plan: "Plan", target_epsilon: float) -> dict[str, float]:
+    """Of correlated noise: what accumulates over what DP-SGD's would at this ε, over all steps and after the last."""
+    from fodp.noise.banded import accumulated_noise, last_noise
+
+    if "bands" not in plan.params:
+        return {}
+    public = {name: value for name, value in plan.to_dict().items() if name not in ("noise_multiplier", "params")}
+    plain = type(plan).calibrated(target_epsilon=target_epsilon, **{**public, "method": "dp-sgd"})
+    found = {}
+    for name, measure in (("noise_over_dp_sgd", accumulated_noise), ("last_noise_over_dp_sgd", last_noise)):
+        here, there = (p.noise_multiplier * measure(p.algorithm.strategy(), p.steps) for p in (plan, plain))
+        found[name] = here / there
+    return found
 
 
 def _public(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,4 +170,9 @@ def _show(options: argparse.Namespace, epsilon: float, numbers: dict[str, Any], 
         f"sampling rate {numbers['sampling_rate']:g}, {numbers['steps']} steps, accountant {numbers['accountant']}"
     )
     print(f"The noise multiplier is {numbers['noise_meaning']}.")
+    if "noise_over_dp_sgd" in numbers:
+        print(
+            f"The noise that accumulates in the model is {numbers['noise_over_dp_sgd']:.3f} of DP-SGD's at this "
+            f"epsilon, over all steps, and {numbers['last_noise_over_dp_sgd']:.3f} after the last."
+        )
     print(_COVERS)

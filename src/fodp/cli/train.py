@@ -49,6 +49,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
+_MOST_COPIES = 1024
 # What may be said anew when resuming; everything else belongs to the run.
 _ANEW = (
     "resume",
@@ -73,6 +74,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=int, metavar="N", help="score on the public test split every N epochs, default 1")
     add("--early-stopping", type=int, metavar="N", help="stop after N public scores without a better one; same epsilon")
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
+    add("--augment", metavar="NAME", help="of images: standard, crop, flip or crop+flip; see --copies")
+    add("--copies", type=int, metavar="K", help="augmented pictures of a record, averaged before clipping; default 1")
+    add("--device", metavar="NAME", help="where to train: cpu (default), cuda, cuda:1, … (docs/scaling.md)")
     add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
     add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
@@ -121,6 +125,7 @@ def _fresh_name() -> Path:
 def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Alone | None") -> int:
     import torch
 
+    from fodp import _devices
     from fodp.cli.rehearsal import rehearse
     from fodp.data.models import build, loss_for, source_code
     from fodp.ranks import ALONE
@@ -131,6 +136,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
 
     ranks = ranks or ALONE
     use_threads(options)
+    device = _devices.named(config.get("device", "cpu"))  # the run's own: seeded noise differs from one to another
     splits = load_data(config, options)
     plan = make_plan(config, splits)
     _tell_large_delta(plan.delta, config.get("assume_people", splits.card.train_size))
@@ -138,6 +144,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     torch.manual_seed(plan.seed % 2**64 if plan.seed is not None else int(ranks.text(lambda: str(torch.seed()))))
     model = build(config["model"], splits.card)
     rehearse(config["model"], model, splits.card)
+    model.to(device)
     if options.sharded:
         divide(model, ranks)
 
@@ -149,13 +156,14 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     shared = _open_ledger(folder.ledger_of(config), config, options) if named else None
     trainer = Trainer(
         model,
-        loss_for(splits.card),
+        loss_for(splits.card, device),
         splits.train,
         plan,
         owners=splits.owners,
         callbacks=callbacks,
         target_epsilon=config.get("target_epsilon") if config.get("noise_multiplier") is not None else None,
         microbatch=config.get("microbatch"),
+        **_augmenting(config, splits),
         ledger=shared or (lambda: _open_ledger(folder.ledger, config, options)),
         run_id=config.get("run"),
         public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,
@@ -183,6 +191,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         "model": config["model"],
         "method": plan.method,
         "params": dict(plan.params),
+        "lr": trainer.learning_rate,
         "reason": outcome.reason,
         "steps": outcome.steps,
         "lost_steps": outcome.lost_steps,
@@ -203,6 +212,18 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     }
     _conclude(options, folder, plan, result, trainer.statement())
     return code
+
+
+def _augmenting(config: dict[str, Any], splits: "Splits") -> dict[str, Any]:
+    """The Trainer's words for --augment and --copies."""
+    from fodp.data.augmentations import augmentation
+
+    copies = _checks.whole("--copies", config.get("copies", 1), maximum=_MOST_COPIES)
+    if "augment" in config:
+        return dict(augment=augmentation(config["augment"], splits.card), copies=copies)
+    if copies > 1:
+        raise ConfigurationError(f"--copies {copies} of the same picture do nothing: add --augment standard")
+    return {}
 
 
 def _scoring(config: dict[str, Any], splits: "Splits") -> "list[Callback]":
@@ -281,6 +302,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.cli.plot import plot_accuracy
+    from fodp.methods.parts.rates import AUTO
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted":
@@ -303,6 +325,8 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"mean squared error {result['final_loss']:.4f} on the public test split, target in [-1, 1]", file=text)
     else:
         print("no accuracy: there is no public test data to score on", file=text)
+    if plan.params["lr"] == AUTO:
+        print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto)", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
     if result["reason"] == "stopped early":
         print(

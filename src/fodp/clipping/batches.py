@@ -65,7 +65,12 @@ def take(batch: Batch, rows: slice | Tensor) -> Batch:
         return Keyed(take(batch.rows, rows), batch.records[rows], batch.source, owners, batch.summed)
     if isinstance(batch, Parts):
         return batch.fetch(rows)
-    return _each(batch, lambda tensor: tensor[rows], lambda items: _chosen(items, rows))
+    return _each(batch, lambda tensor: tensor[_near(rows, tensor)], lambda items: _chosen(items, rows))
+
+
+def _near(rows: slice | Tensor, tensor: Tensor) -> slice | Tensor:
+    """Places of rows, on the device where the rows are."""
+    return rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows
 
 
 def sizes_of(batch: Batch) -> Tensor | None:

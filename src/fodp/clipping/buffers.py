@@ -36,7 +36,9 @@ class KeptBuffers:
     def restore(self) -> list[str]:
         """Put back whatever has changed; returns its names."""
         now = _buffers(self._model)
-        changed = [name for name in self._before if name not in now or not _same(now[name], self._before[name][1])]
+        kept = [name for name in self._before if name in now]
+        same = dict(zip(kept, _all_same([(now[name], self._before[name][1]) for name in kept]), strict=True))
+        changed = [name for name in self._before if not same.get(name, False)]
         changed += [name for name in now if name not in self._before]
         for name in changed:
             path, _, key = name.rpartition(".")
@@ -99,10 +101,30 @@ def _has_buffers(module: nn.Module) -> bool:
     return bool(module._buffers) or any(_has_buffers(part) for part in module._modules.values() if part is not None)
 
 
+def _all_same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Which are the same; of those on another device than the CPU in one look, for which the host waits."""
+    found = [False] * len(pairs)
+    there: dict[torch.device, list[int]] = {}
+    for place, (now, before) in enumerate(pairs):
+        is_plain = now.layout == before.layout == torch.strided and now.device == before.device
+        if is_plain and not now.is_cpu and now.shape == before.shape and now.dtype == before.dtype:
+            there.setdefault(now.device, []).append(place)
+        else:
+            found[place] = _same(now, before)
+    for places in there.values():
+        for place, same in zip(places, torch.stack([_equal(*pairs[p]) for p in places]).tolist(), strict=True):
+            found[place] = same
+    return found
+
+
+def _equal(now: Tensor, before: Tensor) -> Tensor:
+    return ((now == before) | ((now != now) & (before != before))).all()  # NaN is NaN
+
+
 def _same(now: Tensor, before: Tensor) -> bool:
     if now.shape != before.shape or now.dtype != before.dtype or now.layout != before.layout:
         return False
     if now.layout != torch.strided:
         ours, theirs = (tensor.to_sparse_coo().coalesce() for tensor in (now, before))
         return _same(ours.indices(), theirs.indices()) and _same(ours.values(), theirs.values())
-    return torch.equal(now, before) or bool(((now == before) | ((now != now) & (before != before))).all())  # NaN is NaN
+    return torch.equal(now, before) or bool(_equal(now, before))

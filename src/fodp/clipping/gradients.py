@@ -5,17 +5,20 @@ Each answer is a `Query`: a sum over the lot that knows how much one example can
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks
+from fodp import _checks, _lengths
 from fodp._checks import PrivacyError
+from fodp._lengths import Length, in_tensors
 from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.layers.segments import Ragged
 from fodp.clipping.layers.uses import HELD_ENTRIES, Dense, Outer, Use
+from fodp.clipping.maps import Factor, Kronecker
 from fodp.clipping.norms import limits, norms_of
 from fodp.draws import Source
 from fodp.noise import Streams
@@ -29,6 +32,7 @@ FLOAT_TOLERANCE = 1e-9
 
 ByNorm = Callable[[Tensor], Tensor]
 Layers = tuple[tuple[tuple[int, ...], float], ...]
+FactorT = TypeVar("FactorT", float, Factor)
 
 
 def _as_it_is(value: Tensor) -> Tensor:
@@ -47,8 +51,8 @@ class Gradients:
     `exact` sums over examples in float64, whatever the model's type is.
     `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where
     it leaves a part of the sum here, `sizes` says how many numbers of each parameter.
-    `shape` holds public factors, one per parameter, that scale its part of every gradient before clipping and that of
-    the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
+    `shape` holds public factors or maps, one per parameter, that scale its part of every gradient before clipping and
+    that of the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
     `layers` clips by layer: places of its parameters and its share of the bound, squared shares summing to one.
     """
 
@@ -62,7 +66,7 @@ class Gradients:
     ascent: float = 0.0
     exact: bool = False
     layers: Layers | None = None
-    shape: tuple[float, ...] | None = None
+    shape: tuple[Factor, ...] | None = None
     stability: float | None = None
     total: Callable[[Tensor], Tensor] = _as_it_is
     sizes: tuple[int, ...] | None = None
@@ -75,17 +79,17 @@ class Gradients:
         if self.ascent and (self.copies > 1 or self.points is not HERE):
             raise PrivacyError("per-example ascent starts from the parameters themselves, with one copy per example")
 
-    def clipped_sum(self, clip_norm: float) -> Query:
+    def clipped_sum(self, clip_norm: Length) -> Query:
         """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1).
 
         With a `stability` γ it is Σ C·g_i/(‖g_i‖ + γ), which no more exceeds C.
         """
-        bound, stability = _checks.clip_norm("clip_norm", clip_norm), self.stability
+        bound, stability = _lengths.clip_norm("clip_norm", clip_norm), self.stability
         if stability is None:
             return self.sum(bound=bound)
-        return self.sum(bound=bound, weight=lambda norms: bound / (norms + stability))
+        return self.sum(bound=bound, weight=lambda norms: in_tensors(bound) / (norms + stability))
 
-    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
+    def sum(self, *, bound: Length, weight: ByNorm | None = None) -> Query:
         """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
 
         `weight` must treat every example by itself: a weight that looks at the other norms would let
@@ -118,14 +122,14 @@ class Gradients:
             blocks = tuple(zip(sizes, self.shape, strict=True))
         return self._query(total if accumulate else total.zero_(), bound, blocks)
 
-    def norm_sum(self, clip_norm: float) -> Query:
+    def norm_sum(self, clip_norm: Length) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
-        bound = _checks.clip_norm("clip_norm", clip_norm)
+        bound = _lengths.clip_norm("clip_norm", clip_norm)
         # In float64: over millions of examples float32 rounds by more than one example may add.
         total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
-                total = total + part.norms.double().clamp(max=bound).sum()
+                total = total + part.norms.double().clamp(max=in_tensors(bound)).sum()
         return self._query(total, bound)
 
     def count(self, fraction: ByNorm) -> Query:
@@ -142,7 +146,7 @@ class Gradients:
                 total = total + part.of_finite(fractions - 0.5).sum(dtype=torch.float64)
         return self._query(total, 0.5)
 
-    def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, float], ...] | None = None) -> Query:
+    def _query(self, value: Tensor, bound: Length, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
         """Of all processes: each example is in one of them, so the bound is that of its part."""
         return Query(self.total(value), bound, self.lot, self.engine.layout.dtype, blocks)
 
@@ -153,13 +157,13 @@ class Gradients:
         """
         return replace(self, blocks=self._one_each(blocks), _kept=[])
 
-    def shaped(self, factors: Sequence[float]) -> "Gradients":
-        """The gradients with each parameter's part times a public factor; the release of a sum of these is scaled
-        again where it is made (`Run.release`). Sensitivity stays the clip norm."""
+    def shaped(self, factors: Sequence[Factor]) -> "Gradients":
+        """The gradients with each parameter's part times a public factor, or mapped (`fodp.clipping.maps`); the release
+        of a sum of these is scaled again where it is made (`Run.release`). Sensitivity stays the clip norm."""
         return replace(self, shape=self._one_each(factors), _kept=[])
 
-    def _one_each(self, factors: Sequence[float]) -> tuple[float, ...]:
-        checked = tuple(_checks.positive("a block weight", b) for b in factors)
+    def _one_each(self, factors: Sequence[FactorT]) -> tuple[FactorT, ...]:
+        checked = tuple(b if isinstance(b, Kronecker) else _checks.positive("a block weight", b) for b in factors)
         if len(checked) != len(self.engine.layout.names):
             raise PrivacyError(f"{len(checked)} block weights for {len(self.engine.layout.names)} parameters")
         return checked
@@ -220,11 +224,16 @@ class Gradients:
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
         layout = self.engine.layout
-        blocks = self.blocks or self.shape or (1.0,) * len(layout.names)
-        if self.blocks and self.shape:
-            blocks = tuple(b * s for b, s in zip(self.blocks, self.shape, strict=True))
+        blocks = self.blocks or (1.0,) * len(layout.names)
+        maps: list[Kronecker | None] = [None] * len(blocks)
+        if self.shape:
+            maps = [s if isinstance(s, Kronecker) else None for s in self.shape]
+            blocks = tuple(b if isinstance(s, Kronecker) else b * s for b, s in zip(blocks, self.shape, strict=True))
         uses = None if self.ascent else self.engine.uses(batch, self.points, self.copies)
         if uses is not None:
+            if self.shape:
+                pairs = zip(uses, maps, strict=True)
+                uses = [use if use is None or by is None else by.of(use, self.exact) for use, by in pairs]
             for use in uses:
                 if isinstance(use, Outer | Ragged):
                     use.exact = self.exact
@@ -241,10 +250,10 @@ class Gradients:
         for gradient in rows:
             held.append(gradient)
             if len(held) * layout.size >= HELD_ENTRIES:
-                yield _Pass.of_rows(self.engine, held, blocks)
+                yield _Pass.of_rows(self.engine, held, blocks, maps)
                 held = []
         if held:
-            yield _Pass.of_rows(self.engine, held, blocks)
+            yield _Pass.of_rows(self.engine, held, blocks, maps)
 
 
 @dataclass(frozen=True)
@@ -264,11 +273,15 @@ class _Pass:
         return _Pass._checked(engine, uses, examples, list(pieces), blocks, complete=True)
 
     @staticmethod
-    def of_rows(engine: Engine, rows: list[Tensor], blocks: tuple[float, ...]) -> "_Pass":
+    def of_rows(
+        engine: Engine, rows: list[Tensor], blocks: tuple[float, ...], maps: Sequence[Kronecker | None]
+    ) -> "_Pass":
         stacked = torch.stack(rows)
         for row in stacked:
-            for view, b in zip(engine.layout.views(row), blocks, strict=True):
+            for view, b, by in zip(engine.layout.views(row), blocks, maps, strict=True):
                 view.mul_(b)
+                if by is not None:
+                    by.map_(view)
         use = Dense(stacked)
         return _Pass._checked(engine, [(use, 1.0)], len(rows), [(use, None)], blocks, complete=False)
 
@@ -305,7 +318,7 @@ class _Pass:
             else:
                 use.add_weighted(views[i], weights if self.blocks[i] == 1 else weights * self.blocks[i], accumulate)
 
-    def add_clipped_layers(self, flat: Tensor, bound: float, layers: Layers, accumulate: bool) -> None:
+    def add_clipped_layers(self, flat: Tensor, bound: Length, layers: Layers, accumulate: bool) -> None:
         """Write Σ_i of the gradients with each layer's part clipped to its share of the bound, or add it there."""
         if not accumulate:
             flat.zero_()

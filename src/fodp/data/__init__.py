@@ -7,10 +7,23 @@ from fodp.data.loading import Splits, load
 from fodp.data.schema import Schema, read_schema
 
 if TYPE_CHECKING:
+    from fodp.data.augmentations import ImageAugmentation as ImageAugmentation
+    from fodp.data.augmentations import augmentation as augmentation
     from fodp.data.packing import unpack as unpack
     from fodp.data.tables import from_table as from_table
 
-__all__ = ["CARDS", "Card", "Schema", "Splits", "from_table", "load", "read_schema", "unpack"]
+__all__ = [
+    "CARDS",
+    "Card",
+    "ImageAugmentation",
+    "Schema",
+    "Splits",
+    "augmentation",
+    "from_table",
+    "load",
+    "read_schema",
+    "unpack",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from fodp.data.tables import from_table
 
         return from_table
+    if name in ("ImageAugmentation", "augmentation"):
+        from fodp.data import augmentations
+
+        return getattr(augmentations, name)
     if name == "unpack":
         from fodp.data.packing import unpack
 

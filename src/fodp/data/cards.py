@@ -1,7 +1,7 @@
 """Public cards: every number about a data set that a plan may use. Nothing here ever looks at the data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,8 @@ class Card:
     std: tuple[float, ...]
     constants: str  # where scale, mean and std come from
     schema: Mapping[str, Any] | None = None  # of a table: its public columns, and which of them is the target
+    # Of images: whether a mirror image is of the same class. Not shown: records are known by the cards as they were.
+    mirrored: bool = field(default=False, repr=False)
 
     @property
     def is_regression(self) -> bool:
@@ -95,6 +97,7 @@ CARDS = {
             mean=(0.4914, 0.4822, 0.4465),
             std=(0.2470, 0.2435, 0.2616),
             constants=_PUBLISHED,
+            mirrored=True,
         ),
         Card(
             name="cifar100",
@@ -109,6 +112,7 @@ CARDS = {
             mean=(0.5071, 0.4865, 0.4409),
             std=(0.2673, 0.2564, 0.2762),
             constants=_PUBLISHED,
+            mirrored=True,
         ),
         Card(
             name="svhn",

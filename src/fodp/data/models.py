@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -139,6 +140,17 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return functional.mse_loss(model(inputs).flatten(), targets, reduction="none")
 
 
-def loss_for(card: Card) -> Callable[[nn.Module, Batch], Tensor]:
-    """The default loss per example for the target of a data set."""
-    return squared_error if card.is_regression else cross_entropy
+def loss_for(card: Card, device: torch.device | None = None) -> Callable[[nn.Module, Batch], Tensor]:
+    """The default loss per example for the target of a data set; with a device, of records that are sent there."""
+    loss = squared_error if card.is_regression else cross_entropy
+    return loss if device is None or device.type == "cpu" else sent(loss, device)
+
+
+def sent(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> Callable[[nn.Module, Batch], Tensor]:
+    """A loss whose records are sent to a device first, without waiting for it."""
+
+    def there(model: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = (part.to(device, non_blocking=True) for part in batch)
+        return loss(model, (inputs, targets))
+
+    return there

@@ -21,7 +21,7 @@ class Drawing(Protocol):
 
 
 def _tensor(values: npt.NDArray[Any], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.asarray(values)).to(like.device)
+    return torch.from_numpy(np.asarray(values)).to(like.device, non_blocking=True)
 
 
 def _uniforms(mode: Drawing, out: Tensor, operation: str) -> Tensor:
@@ -108,7 +108,9 @@ def multinomial(mode: Drawing, weights: Tensor, count: int, replacement: bool = 
 def randperm(mode: Drawing, count: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     """A permutation. Of a lot it would mix the examples, and makes its site run alone (`_draw_of`)."""
     words = mode.words("randperm", (count,), 2).view("<u8")[..., 0]
-    return torch.from_numpy(words.argsort(kind="stable")).to(dtype or torch.int64).to(device or "cpu")
+    return (
+        torch.from_numpy(words.argsort(kind="stable")).to(dtype or torch.int64).to(device or "cpu", non_blocking=True)
+    )
 
 
 def native_dropout(mode: Drawing, inputs: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:

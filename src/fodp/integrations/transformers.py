@@ -403,7 +403,8 @@ class _Bridge(Callback):
             self._logged = private.step
             trainer.log({"epsilon": private.epsilon(), "learning_rate": self._learning_rate})
         if trainer.control.should_evaluate:
-            metrics = trainer._evaluate(None, self.ignore_keys)
+            with private.averaged():
+                metrics = trainer._evaluate(None, self.ignore_keys)
             is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
@@ -412,7 +413,8 @@ class _Bridge(Callback):
             self._tell("on_save")
 
     def _save(self, private: Private) -> None:
-        self._trainer._save_checkpoint(self._trainer.model, trial=None)
+        with private.averaged():
+            self._trainer._save_checkpoint(self._trainer.model, trial=None)
         self._saved = private.step
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.memory.passes import Floats, mix_and_remember
-from fodp.memory.window import WindowMemory, normalised
+from fodp.memory.passes import Floats, Weights, mix_and_remember
+from fodp.memory.window import WindowMemory, normalised, turned
 
 # The few numbers by lag are plain floats: after a pass over the window, which leaves nothing else in the caches, every
 # call into NumPy or PyTorch costs ten times its work.
@@ -30,7 +30,7 @@ def noise_floor(std: float, size: int, gamma: float) -> float:
     return std * math.sqrt(size * gamma / (2 - gamma))
 
 
-def _as_they_are(squares: Floats) -> Floats:
+def _as_they_are(squares: Weights) -> Weights:
     return squares
 
 
@@ -104,12 +104,13 @@ class FractionalMemory(WindowMemory):
         self._log_power_law = [(self.alpha - 1) * math.log(j + 1) - self.lam * j for j in self._lags]
         self._scored = self.tau > 0 and self.window > 1  # else the kernel is fixed: no score is ever asked for
         self._trend: Tensor | None = None
-        self._trend_norm = 0.0  # ‖EMA‖
-        self._distances: Floats = []  # ‖s̃ - EMA‖ by lag
+        # ‖EMA‖, and ‖s̃ - EMA‖ by lag. On another device than the CPU they are tensors there, and nothing is read.
+        self._trend_norm: float | Tensor = 0.0
+        self._distances: Weights = []
         # Where each process remembers slices of the releases: squares of all of them, from those of this one's.
-        self.over_ranks: Callable[[Floats], Floats] = _as_they_are
+        self.over_ranks: Callable[[Weights], Weights] = _as_they_are
 
-    def _mix_and_remember(self, vector: Tensor, weights: Floats, scale: float | None) -> None:
+    def _mix_and_remember(self, vector: Tensor, weights: Weights, scale: float | None) -> None:
         """Also follow the trend, EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA, and take every release's distance to it."""
         if not self._scored:
             super()._mix_and_remember(vector, weights, scale)
@@ -119,39 +120,54 @@ class FractionalMemory(WindowMemory):
             self._trend = torch.zeros_like(vector, requires_grad=False)
         gamma = self.gamma if self._writes else 1.0
         newest, kept = self._writes % self._slots, min(self._slots, self._writes + 1)
-        found = mix_and_remember(vector, self._table, weights, scale, self._trend, gamma, newest, kept)
-        *squares, trend_square = self.over_ranks(found)
+        squares = mix_and_remember(vector, self._table, weights, scale, self._trend, gamma, newest, kept)
+        self._take_squares(self.over_ranks(squares), newest, kept)
+
+    def _take_squares(self, squares: Weights, newest: int, kept: int) -> None:
+        """‖row - trend‖² of the rows and then ‖trend‖², as `mix_and_remember` gives them."""
+        if isinstance(squares, Tensor):
+            roots = squares.sqrt()
+            self._distances, self._trend_norm = turned(roots[:-1], newest), roots[-1]
+            return
         self._distances = [math.sqrt(squares[(newest - age) % self._slots]) for age in range(kept)]
-        self._trend_norm = math.sqrt(trend_square)
+        self._trend_norm = math.sqrt(squares[-1])
 
     @property
     def inconsistency(self) -> Tensor:
         """ν_j for the lags that can be looked back at."""
-        return torch.tensor(self._inconsistency(), dtype=torch.float64)
-
-    def _inconsistency(self) -> Floats:
         if not self._scored:
-            return [0.0] * self.filled  # no trend is followed
+            return torch.zeros(self.filled, dtype=torch.float64)  # no trend is followed
         scale = self._scale()
-        return [distance / scale for distance in self._distances]
+        if isinstance(self._distances, Tensor):
+            return self._distances / scale
+        return torch.tensor([distance / float(scale) for distance in self._distances], dtype=torch.float64)
 
-    def _scale(self) -> float:
+    def _scale(self) -> float | Tensor:
+        if isinstance(self._trend_norm, Tensor):
+            return self._trend_norm.clamp(min=self.kappa) + self.eps
         return max(self._trend_norm, self.kappa) + self.eps
 
     @property
     def confidence(self) -> Tensor:
         """χ_t: near one when the trend is long compared with ζ."""
-        return torch.tensor(self._confidence(), dtype=torch.float64)
+        return torch.as_tensor(self._confidence(), dtype=torch.float64)
 
-    def _confidence(self) -> float:
+    def _confidence(self) -> float | Tensor:
         return self._trend_norm / (self._trend_norm + self.zeta)
 
-    def by_lag(self) -> Floats:
+    def weights_when_full(self) -> Floats:
+        """Those of the power law alone: without a trend nothing is tempered."""
+        largest = max(self._log_power_law, default=0.0)
+        return normalised([math.exp(log - largest) for log in self._log_power_law])
+
+    def by_lag(self) -> Weights:
         """a_j, normalised."""
         logs = self._log_power_law[: self.filled]
+        if self._scored and isinstance(self._distances, Tensor):
+            return self._by_lag_there(self._distances)
         if self._scored:
             # A tempering beyond all floats is a weight of zero; the limit keeps it from being infinity times nothing.
-            tempering = min(self._confidence() * self.tau / self._scale(), _HUGE)
+            tempering = min(float(self._confidence()) * self.tau / float(self._scale()), _HUGE)
             scores = zip(logs, self._distances, self._lags, strict=False)
             logs = [log - tempering * distance * j for log, distance, j in scores]
         largest = max(logs, default=0.0)  # its weight is one before they are normalised: no under- or overflow
@@ -159,12 +175,22 @@ class FractionalMemory(WindowMemory):
             return [1.0, *[0.0] * (len(logs) - 1)]  # all beyond floats, the nearest release the least
         return normalised([math.exp(log - largest) for log in logs])
 
+    def _by_lag_there(self, distances: Tensor) -> Tensor:
+        """The same where the distances are on a device: nothing is read, and nothing of it waits."""
+        tempering = (self._confidence() * self.tau / self._scale()).clamp(max=_HUGE)  # type: ignore[union-attr]
+        lags = torch.arange(1, len(distances) + 1, dtype=torch.float64, device=distances.device)
+        logs = (self.alpha - 1) * (lags + 1).log() - self.lam * lags - tempering * distances * lags
+        weights = (logs - logs.amax()).exp()
+        nearest = (lags == 1).double()  # all beyond floats: -inf less -inf is not a number
+        weights = torch.where(logs.amax() == -math.inf, nearest, weights)
+        return weights / weights.sum()
+
     def state_views(self) -> dict[str, Any]:
         """The same as `state_dict()` without copies, to be written to a file before the next `write`."""
         return super().state_views() | {
             "trend": self._trend,
-            "trend_norm": self._trend_norm,
-            "distances": list(self._distances),
+            "trend_norm": float(self._trend_norm),
+            "distances": self._distances.tolist() if isinstance(self._distances, Tensor) else list(self._distances),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,3 +198,6 @@ class FractionalMemory(WindowMemory):
         super().load_state_dict(state)
         self._trend = None if state["trend"] is None else state["trend"].clone()
         self._trend_norm, self._distances = float(state["trend_norm"]), list(state["distances"])
+        if self._trend is not None and not self._trend.is_cpu:
+            there = torch.tensor([self._trend_norm, *self._distances], dtype=torch.float64, device=self._trend.device)
+            self._trend_norm, self._distances = there[0], there[1:]

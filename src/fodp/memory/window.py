@@ -1,5 +1,6 @@
 """The window of a memory: the last releases, kept in a ring and read in one pass."""
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp.memory.passes import Floats, mix
+from fodp.memory.passes import Floats, Weights, mix
 
 _HUGE_PAGE = 1 << 21
 
@@ -42,11 +43,20 @@ class WindowMemory(ABC):
     @property
     def weights(self) -> Tensor:
         """Normalised weights of lags 1, 2, … (float64, they sum to one; empty when K_t = 1)."""
-        return torch.tensor(self.by_lag(), dtype=torch.float64)
+        return torch.as_tensor(self.by_lag(), dtype=torch.float64)
+
+    def weights_when_full(self) -> Floats:
+        """The weights of a memory like this one whose window is full and that has no trend yet."""
+        full = copy.copy(self)
+        full._writes = max(self.window, self._writes)
+        return [float(weight) for weight in full.by_lag()]
 
     @abstractmethod
-    def by_lag(self) -> Floats:
-        """The weights of lags 1, 2, …: what makes one memory differ from another."""
+    def by_lag(self) -> Weights:
+        """The weights of lags 1, 2, …: what makes one memory differ from another.
+
+        Floats; a tensor where they are made of releases on another device than the CPU, which are not read.
+        """
 
     def read(self, out: Tensor | None = None) -> Tensor | None:
         """The memory state u: the weighted average of past releases, or None when K_t = 1.
@@ -64,7 +74,7 @@ class WindowMemory(ABC):
     def add_to_(self, vector: Tensor, share: float) -> Tensor:
         """vector + share·u, in place; the memory stays as it is."""
         weights = self._shares(share)
-        if self._table is not None and weights:
+        if self._table is not None and len(weights):
             self._refuse_other_sizes(vector)
             mix(vector, self._table, weights)
         return vector
@@ -83,7 +93,7 @@ class WindowMemory(ABC):
         self._advance(vector, self._shares(share), scale)
         return vector
 
-    def _advance(self, vector: Tensor, weights: Floats, scale: float | None = None) -> None:
+    def _advance(self, vector: Tensor, weights: Weights, scale: float | None = None) -> None:
         if self._table is None:
             if vector.dim() != 1:
                 raise PrivacyError(f"a release is one flat vector, got shape {tuple(vector.shape)}")
@@ -96,14 +106,14 @@ class WindowMemory(ABC):
             vector.mul_(scale)
         self._writes += 1
 
-    def _mix_and_remember(self, vector: Tensor, weights: Floats, scale: float | None) -> None:
+    def _mix_and_remember(self, vector: Tensor, weights: Weights, scale: float | None) -> None:
         """vector = (scale or 1)·vector + Σ weight·row; remember the result, or with a scale what the vector was."""
         assert self._table is not None
         release = vector
         if scale is not None:
             release = vector.clone()
             vector.mul_(scale)
-        if weights:
+        if len(weights):
             mix(vector, self._table, weights)
         self._keep(release, self._table)
 
@@ -114,14 +124,19 @@ class WindowMemory(ABC):
         """The rows of lags 1, 2, …: the newest release first."""
         return [(self._writes - lag) % self._slots for lag in range(1, self.filled + 1)]
 
-    def _by_row(self) -> Floats:
+    def _by_row(self) -> Weights:
         """The weights of the rows that are filled, the first row first."""
         weights = self.by_lag()
+        if isinstance(weights, Tensor):
+            return turned(weights, (self._writes - 1) % self._slots)
         return [weights[(self._writes - 1 - row) % self._slots] for row in range(self.filled)]
 
-    def _shares(self, share: float) -> Floats:
+    def _shares(self, share: float) -> Weights:
         """What each row gets of a share; nothing while there is nothing to remember."""
-        return [share * weight for weight in self._by_row()] if self.filled else []
+        if not self.filled:
+            return []
+        weights = self._by_row()
+        return share * weights if isinstance(weights, Tensor) else [share * weight for weight in weights]
 
     def _refuse_other_sizes(self, vector: Tensor) -> None:
         size = self._table.shape[1] if self._table is not None else 0
@@ -158,6 +173,11 @@ class WindowMemory(ABC):
             self._table = _table(self._slots, releases[0].numel(), releases[0], releases[0].dtype)
             for row, release in zip(rows, releases, strict=True):
                 self._table[row] = release
+
+
+def turned(values: Tensor, newest: int) -> Tensor:
+    """Values by row as values by lag, where `newest` is the row of lag 1; and values by lag as values by row."""
+    return values.flip(0).roll(newest + 1)
 
 
 def normalised(kernel: Floats) -> Floats:

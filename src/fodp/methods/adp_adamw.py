@@ -1,5 +1,6 @@
 """ADP-AdamW: DP-AdamW with a public noise schedule."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ class ADPAdamWParams(DPSGDParams):
     schedule of hundreds of different values would take minutes to account.
     """
 
-    lr: float = 0.01
     update: str = "adamw"
     weight_decay: float = 0.01
     decay: float = 0.99
@@ -64,6 +64,12 @@ class ADPAdamW(DPSGD):
         clipped_sum = gradients.clipped_sum(run.clip_norm)
         std = run.adapt_clip(gradients, clipped_sum, std=self._noise(run.plan, run.step) * run.clip_norm)
         return run.release(lot, clipped_sum, std)
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        return (1.0,)
+
+    def step_noise(self, plan: PublicNumbers, step: int) -> float:
+        return self._noise(plan, step) * plan.clip_norm
 
     def _noise(self, plan: PublicNumbers, step: int) -> float:
         length = self._plateau(plan)

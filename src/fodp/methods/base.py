@@ -1,27 +1,29 @@
 """What a private optimizer is: public parameters, promised events, and a step in a few verbs.
 
-Six parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
-adaptive clip norm, clipping by layer, the shape of the query, and public schedules of noise and clip norm
-(`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
+Seven parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
+adaptive clip norm, clipping by layer, the shape of the query, public schedules of noise and clip norm, and an average
+of the iterates (`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp._lengths import Length
 from fodp.accounting import Phase
 from fodp.methods.parts import schedule, shapes
 from fodp.methods.parts.adaptive_clip import Quantile
+from fodp.methods.parts.averages import AVERAGES, Average
 from fodp.methods.parts.filters import FILTERS, Doppler, Fractional, Momentum
 from fodp.methods.parts.layers import PerLayer
-from fodp.methods.parts.rates import AUTO
+from fodp.methods.parts.rates import AUTO, CONSTANT, RateSchedule, accumulated
 from fodp.methods.parts.schedule import Schedule, Schedules
 from fodp.methods.parts.shapes import Shape, ShapeChoice
 from fodp.methods.parts.updates import UPDATES, AdamBC, CorrectedAdam, Sgd, Update
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from fodp.queries import Query
     from fodp.sampling import Lot
 
-Part = TypeVar("Part", bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape)
+Part = TypeVar(
+    "Part",
+    bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape | Average | RateSchedule,
+)
 
 # What a flat parameter waits for. Those of a part that was not chosen must be left at their defaults.
 _NEEDS = {
@@ -49,9 +54,14 @@ _NEEDS = {
     "clip_max": "a quantile",
     "layer_shares": "clip='per-layer'",
     "clip_stability": "clip='normalised'",
+    "average_decay": "average='ema'",
+    "average_share": "average='tail'",
+    "average_power": "average='power'",
 }
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
-_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio")
+_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
+          "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup",
+          *shapes.ACTING)  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -66,15 +76,18 @@ class Parts:
     schedules: Schedules | None = None
     shape: Shape | None = None
     stability: float | None = None  # of gradients that are all scaled to the clip norm
+    average: Average | None = None
+    rates: RateSchedule = CONSTANT
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonParams:
     """Public parameters that every method takes: learning rate, update, filter, clipping, schedules.
 
-    lr: a number, or auto: c·L·w/(σ·C·√T) with c = `auto_ratio` and w the initial scale of the weights over their
-        shape, so that the noise of the whole run is c times the initial weights in every layer. For the shape fan-in
-        and update sgd, with or without momentum or a filter, by methods that know what noise they accumulate.
+    lr: a number, or auto: so that the noise of the whole run is `auto_ratio` times the initial weights, from public
+        numbers alone (`fodp.methods.parts.rates`), by methods that know what noise they accumulate.
+    lr_schedule: constant, linear or cosine: public factors on the rate, down to nothing at the plan's end, after
+        `lr_warmup` steps of rising ones. lr is the largest.
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -86,12 +99,21 @@ class CommonParams:
         ones or those of `layer_shares`; the squares of the parts sum to C²) or normalised (every gradient g becomes
         C·g/(‖g‖ + `clip_stability`), so that C drops out but for the rate: Bu et al., Automatic Clipping, 2023).
     shape: none, fan-in (the part of a parameter with more than `width` inputs is scaled by √(width/inputs) before
-        clipping, and the release again), or public numbers of your own, one for each trainable parameter.
+        clipping, and the release again), kronecker, transcript, or public numbers of your own, one for each trainable
+        parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
+        moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
+        model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
+        transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
+        steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
+        `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
     noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
         `clip_schedule` the same on the clip norm.
+    average: of the iterates, what is scored, exported and left in the model when a fit ends: none (the last one), ema
+        (exponential, `average_decay`, with a warm-up), tail (the mean over the last `average_share` of the run) or
+        power (weights that grow as step^`average_power`). Training goes on from the iterate. It costs no ε.
     """
 
-    lr: float | str = 0.1
+    lr: float | str = AUTO
     update: str = "sgd"
     momentum: float = 0.0
     beta1: float = 0.9
@@ -115,7 +137,22 @@ class CommonParams:
     clip_stability: float = 0.01
     shape: ShapeChoice = "none"
     width: float = 64.0
-    auto_ratio: float = 1.8
+    average: str = "none"
+    average_decay: float = 0.99
+    average_share: float = 0.25
+    average_power: float = 8.0
+    shape_damping: float = 1.0
+    shape_every: int = 0
+    shape_inputs: str = "auto"
+    shape_blocks: str = "parameter"
+    shape_warmup: int = 50
+    shape_memory: float = 100.0
+    shape_floor: float = 0.01
+    shape_ceiling: float = 4.0
+    shape_share: float = 0.25
+    auto_ratio: float = 2.0
+    lr_schedule: str = "constant"
+    lr_warmup: int = 0
 
     def __post_init__(self) -> None:
         if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
@@ -123,6 +160,7 @@ class CommonParams:
         _checks.one_of("update", self.update, UPDATES)
         _checks.one_of("filter", self.filter, FILTERS)
         _checks.one_of("clip", self.clip, CLIPPINGS)
+        _checks.one_of("average", self.average, AVERAGES)
         object.__setattr__(self, "shape", shapes.checked(self.shape))
         if _checks.positive("clip_stability", self.clip_stability) and self.clip == "normalised" and self.quantile:
             raise ConfigurationError(
@@ -160,6 +198,8 @@ class CommonParams:
             None if self.noise_schedule is self.clip_schedule is None else self._part(Schedules),
             None if self.shape == "none" else self._part(Shape),
             self.clip_stability if self.clip == "normalised" else None,
+            None if (average := AVERAGES[self.average]) is None else self._part(average),
+            self._part(RateSchedule),
         )
 
     def _part(self, kind: type[Part], **changes: float) -> Part:
@@ -167,16 +207,21 @@ class CommonParams:
 
     def _refuse_what_would_not_act(self) -> None:
         by_layer = PerLayer if self.clip == "per-layer" else None
-        chosen = (UPDATES[self.update], FILTERS[self.filter], None if self.quantile is None else Quantile, by_layer)
+        clip = None if self.quantile is None else Quantile
+        chosen = (UPDATES[self.update], FILTERS[self.filter], clip, by_layer, AVERAGES[self.average])
         acting = {f.name for kind in chosen if kind is not None for f in fields(kind)}
         acting |= {"clip_stability"} if self.clip == "normalised" else set()
         for name, needed in _NEEDS.items():
             self._refuse_unused(name in acting, needed, name)
-        self._refuse_unused(self.shape == "fan-in", "shape='fan-in'", "width")
+        for name, those in shapes.ACTING.items():
+            self._refuse_unused(self.shape in those, f"shape={' or '.join(map(repr, those))}", name)
+        if self.shape in ("kronecker", "transcript") and issubclass(UPDATES[self.update], CorrectedAdam):
+            raise ConfigurationError(
+                f"update {self.update!r} must know the noise of every number, and shape={self.shape!r} mixes or moves "
+                "it: use another update, or shape='fan-in'"
+            )
         self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
         _checks.positive("auto_ratio", self.auto_ratio)
-        if self.lr == AUTO:
-            self._refuse_rates_without_a_rule()
         if self.momentum and "momentum" not in acting:
             raise ConfigurationError(
                 f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'"
@@ -185,22 +230,6 @@ class CommonParams:
             raise ConfigurationError(
                 f"weight_decay does nothing with update {self.update!r}: set it to 0, or update to adamw or adamwbc"
             )
-
-    def _refuse_rates_without_a_rule(self) -> None:
-        """lr="auto" knows the noise beforehand, the same in every layer against its weights: not with everything."""
-        wrong = {
-            f"shape={self.shape!r}": self.shape != "fan-in",
-            f"update={self.update!r}": self.update != "sgd",
-            "a quantile": self.quantile is not None,
-            "noise_schedule": self.noise_schedule is not None,
-            "clip_schedule": self.clip_schedule is not None,
-        }
-        for what, is_wrong in wrong.items():
-            if is_wrong:
-                raise ConfigurationError(
-                    f"lr='auto' has no rule for {what}: use shape='fan-in', update='sgd' and a fixed noise, or give lr "
-                    "as a number"
-                )
 
     def _refuse_unused(self, acting: bool, needed: str, *names: str) -> None:
         """Refuse parameters that were set and would do nothing; only defaults may wait for `needed`."""
@@ -256,8 +285,11 @@ class StepContext(Protocol):
         """Which step of the plan this is; the first is 0."""
 
     @property
-    def clip_norm(self) -> float:
-        """C of this step: the plan's, or the adapted one."""
+    def clip_norm(self) -> Length:
+        """C of this step: the plan's, or the adapted one, which on an accelerator only the device knows.
+
+        There it is no float: it may be multiplied by known factors, and noise over bounds is still a known number.
+        """
 
     def draw(self, rate: float | None = None, name: str = "") -> "Lot":
         """A fresh Poisson lot; `name` keeps the randomness of several lots of one step apart."""
@@ -271,16 +303,16 @@ class StepContext(Protocol):
     ) -> "Gradients":
         """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
 
-    def adapt_clip(self, gradients: "Gradients", query: "Query", std: float) -> float:
+    def adapt_clip(self, gradients: "Gradients", query: "Query", std: Length) -> Length:
         """With a quantile: releases the count of unclipped examples, and returns the noise that the query then needs.
 
         The two share what the query alone would have cost with `std`. Without a quantile `std` comes back as it is.
         """
 
-    def release(self, lot: "Lot", query: "Query", std: float) -> Tensor:
+    def release(self, lot: "Lot", query: "Query", std: Length) -> Tensor:
         """The query plus noise, charged to the lot."""
 
-    def unclipped_fraction(self) -> float | None:
+    def unclipped_fraction(self) -> float | Tensor | None:
         """The released noisy share of examples within the clip norm, where that is adapted."""
 
     def parameters(self) -> Tensor:
@@ -289,7 +321,7 @@ class StepContext(Protocol):
     def norm(self, vector: Tensor) -> Tensor:
         """The ℓ2 norm of a release or a vector like it, whole also where this process holds slices of it."""
 
-    def noise_variance(self) -> float:
+    def noise_variance(self) -> float | Tensor:
         """Variance per coordinate of the noise in what the optimizer gets."""
 
     def noise_share(self, parameter: Tensor) -> float:
@@ -324,7 +356,6 @@ class Method:
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
     takes_slices: ClassVar[bool] = False  # True, for this very class: its step is right on slices of a sharded model
-    has_unit_gain: ClassVar[bool] = False  # True, for this very class: in the long run noise adds up as if unfiltered
     owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
 
@@ -393,15 +424,43 @@ class Method:
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """A fresh optimizer that makes updates of the releases, as the parameters ask."""
+        # What lr="auto" comes to is known with the model: `fodp.training.fitting` sets it.
         return self.parts.update.optimizer(parameters, 1.0 if self.params.lr == AUTO else self.params.lr)
 
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """What of a step's fresh noise (`step_noise`) is in what `step` returns then, a step later, …: for lr="auto".
+
+        In the long run, from public numbers alone. A class with a `step` of its own says it anew, or has no such rate.
+        """
+        raise ConfigurationError(
+            f"lr='auto' has no rule for {self.name}, whose accumulated noise it does not know: give lr as a number"
+        )
+
+    def step_noise(self, plan: PublicNumbers, step: int) -> float:
+        """The standard deviation of a step's fresh noise, as `noise_response` counts it; `plan` is as the step has
+        it."""
+        return plan.noise_multiplier * plan.clip_norm
+
+    def step_noises(self, plan: PublicNumbers) -> Sequence[float]:
+        """Those of all steps, by the plan's public schedules."""
+        schedules = self.parts.schedules
+        return [
+            self.step_noise(plan if schedules is None else schedules.at(plan, step), step) for step in range(plan.steps)
+        ]
+
+    @property
+    def knows_its_noise(self) -> bool:
+        """Whether `noise_response` speaks of this very `step`, and not of one that a derived class has replaced."""
+        says, steps = (next(c for c in type(self).__mro__ if name in vars(c)) for name in ("noise_response", "step"))
+        return says is not Method and (says is steps or not issubclass(steps, says))
+
+    def known_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """`noise_response`, or a refusal where there is none of this step."""
+        return self.noise_response(plan) if self.knows_its_noise else Method.noise_response(self, plan)
+
     def accumulated_noise(self, plan: PublicNumbers) -> float:
-        """The standard deviation of the noise in the sum of all that `step` returns, for lr="auto": public numbers."""
-        if not vars(type(self)).get("has_unit_gain", False):
-            raise ConfigurationError(
-                f"lr='auto' has no rule for {self.name}, whose accumulated noise it does not know: give lr as a number"
-            )
-        return plan.noise_multiplier * plan.clip_norm * math.sqrt(plan.steps)
+        """The standard deviation of the noise in the sum of all that `step` returns: public numbers."""
+        return accumulated(self.step_noises(plan), self.known_response(plan), np.ones(plan.steps))
 
     def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: Any) -> None:
         """Before every update: tell the optimizer what it may know. Post-processing only."""

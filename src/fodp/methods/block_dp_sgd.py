@@ -25,7 +25,6 @@ class BlockDPSGD(DPSGD):
     summary = "DP-SGD with public weights per layer, before clipping and again after the release."
     reference = "This library; of the family of group-wise clipping (He et al., ICLR 2023)"
     advice = "Where the first layer is much wider than the others; `shape='fan-in'` gives it to every method."
-    has_unit_gain = True
     Params = BlockDPSGDParams
 
     def describe(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class DiSK(DPSGD):
     reference = "Zhang et al., DiSK, ICLR 2025"
     cost = "two gradients (one if γ = (1-κ)/κ)"
     advice = "The nearest relative of FO-DP-SGD with a model of how gradients move."
-    correlates_noise = has_unit_gain = True
+    correlates_noise = True
     Params = DiSKParams
 
     def init(self, plan: PublicNumbers, size: int) -> DiSKState:
@@ -70,6 +70,11 @@ class DiSK(DPSGD):
         estimate = y if state.estimate is None else torch.lerp(state.estimate, y, kappa)
         state.point, state.estimate, state.seen = theta, estimate.clone(), state.seen + 1
         return estimate
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """κ(1-κ)^k: what an estimate keeps of a release."""
+        kappa, length = self.params.kappa, min(plan.steps, RESPONSE_LENGTH)
+        return [kappa * (1 - kappa) ** lag for lag in range(length)]
 
     def noise_gains(self, state: DiSKState) -> Sequence[float]:
         """In all 1 at first, κ/(2-κ) in the long run."""

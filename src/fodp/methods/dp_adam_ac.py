@@ -1,6 +1,6 @@
 """DP-Adam-AC in a private form: AdamW, adaptive clipping, and a learning-rate controller."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ class DPAdamACParams(DPSGDParams):
     by `down` while it is above ρ* + `band`, within [`factor_min`, `factor_max`].
     """
 
-    lr: float = 0.01
     update: str = "adamw"
     weight_decay: float = 0.01
     quantile: float | None = 0.8
@@ -53,10 +52,13 @@ class DPAdamACParams(DPSGDParams):
 
 @dataclass
 class ControllerState(DataclassState):
-    """The factor on the learning rate, and the smoothed share of clipped examples that moves it."""
+    """The factor on the learning rate, and the smoothed share of clipped examples that moves it.
 
-    factor: float
-    clip_rate: float
+    On an accelerator they are tensors: the count that moves them is not read.
+    """
+
+    factor: float | Tensor
+    clip_rate: float | Tensor
 
 
 class DPAdamAC(DPSGD):
@@ -66,7 +68,7 @@ class DPAdamAC(DPSGD):
     gradients, and clips sums of micro-batches. Here both follow the released count alone: this private form is
     a reconstruction of ours. Quantile, clip range, band, steps and range of the factor are from a third party's
     implementation; learning rate, smoothing and the clip norm's rate are ours. The published method also evaluates
-    an average of the iterates; use `WeightAverage` for that, with any method.
+    an average of the iterates: set `average="ema"`, as with any method.
     """
 
     name = "dp-adam-ac"
@@ -90,14 +92,22 @@ class DPAdamAC(DPSGD):
             self._steer(state, 1 - fraction)
         return released
 
-    def _steer(self, state: ControllerState, clip_rate: float) -> None:
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """DP-SGD's; the controller's factor starts at 1."""
+        return (1.0,)
+
+    def _steer(self, state: ControllerState, clip_rate: float | Tensor) -> None:
         p = self.params
         state.clip_rate = p.smoothing * state.clip_rate + (1 - p.smoothing) * clip_rate
         target = 1 - (p.quantile or 1.0)
-        if state.clip_rate < target - p.band:
-            state.factor = min(p.factor_max, state.factor * p.up)
+        if isinstance(state.clip_rate, Tensor):
+            up, down = state.clip_rate < target - p.band, state.clip_rate > target + p.band
+            change = torch.where(up, p.up, torch.where(down, p.down, 1.0)).double()
+            state.factor = (change * state.factor).clamp(p.factor_min, p.factor_max)
+        elif state.clip_rate < target - p.band:
+            state.factor = min(p.factor_max, float(state.factor) * p.up)
         elif state.clip_rate > target + p.band:
-            state.factor = max(p.factor_min, state.factor * p.down)
+            state.factor = max(p.factor_min, float(state.factor) * p.down)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """The controller acts on the learning rate; on the gradient Adam would cancel it."""
@@ -116,10 +126,21 @@ class DPAdamAC(DPSGD):
 
 def _multiply_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
+        factor = group.get("factor", 1.0)
+        if isinstance(factor, Tensor):  # read by nobody: the update is stretched when it is there
+            group["before"] = [parameter.detach().clone() for parameter in group["params"]]
+            continue
         group["scheduled_lr"] = group["lr"]
-        group["lr"] *= group.get("factor", 1.0)
+        group["lr"] *= factor
 
 
 def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = group.pop("scheduled_lr")
+        if "scheduled_lr" in group:
+            group["lr"] = group.pop("scheduled_lr")
+            continue
+        # Every update of these optimizers is its learning rate times something: θ + factor·(θ' - θ) is that of the
+        # rate times the factor.
+        with torch.no_grad():
+            for parameter, before in zip(group["params"], group.pop("before"), strict=True):
+                parameter.copy_(before + group["factor"].to(parameter.dtype) * (parameter - before))

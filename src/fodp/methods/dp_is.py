@@ -85,7 +85,8 @@ class DPIS(DPSGD):
 
     def step(self, run: StepContext, state: DPISState) -> Tensor:
         """Refresh K̃ if it is time; candidates, rejection, release."""
-        plan, C, b, cap = run.plan, run.clip_norm, run.plan.lot_size, self._cap(run.plan)
+        plan, b, cap = run.plan, run.plan.lot_size, self._cap(run.plan)
+        C = float(run.clip_norm)  # the rate of the lot follows it, and lots are drawn on the host
         if run.step % self.params.refresh == 0:
             everyone = run.draw(rate=1.0, name="normaliser")
             norms = run.gradients(everyone).norm_sum(C)
@@ -101,6 +102,10 @@ class DPIS(DPSGD):
         release = run.release(lot, kept, std)
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
         return release.mul_(plan.sampling_rate)
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """That of its least sampling rate, when every gradient is as long as C: at most `rate_cap` times too much."""
+        return (1.0,)
 
     def noise_gains(self, state: DPISState) -> Sequence[float]:
         """The release is scaled by q, which is public; the run knows the rest."""

@@ -1,5 +1,6 @@
 """DP-SAM, the paper's SA-DP-SGD: sharpness-aware minimisation with two private queries."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,10 @@ class DPSAM(DPSGD):
         ascent = Event(plan.sampling_rate, plan.noise_multiplier * self.params.ascent_noise)
         events = (descent,) if self.params.variant == "per-example" else (ascent, descent)
         return (Phase(events, plan.steps),)
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """Of the descent query: the ascent only moves the point at which it is asked."""
+        return (1.0,)
 
     def step(self, run: StepContext, state: Any) -> Tensor:
         std, rho = run.plan.noise_multiplier * run.clip_norm, self.params.rho

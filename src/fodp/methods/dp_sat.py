@@ -1,5 +1,6 @@
 """DP-SAT: sharpness-aware training along the previous release."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,6 +39,10 @@ class DPSAT(DPSGD):
 
     def init(self, plan: PublicNumbers, size: int) -> DPSATState:
         return DPSATState()
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """DP-SGD's: the last release only moves the point at which the next is asked."""
+        return (1.0,)
 
     def step(self, run: StepContext, state: DPSATState) -> Tensor:
         """Ascend along the last release, descend with a fresh one."""

@@ -1,5 +1,6 @@
 """DP-SGD: clip each example's gradient, sum, add noise."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,9 +22,11 @@ class DPSGD(Method):
     summary = "The canonical baseline; momentum optional."
     reference = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
     noise_meaning = "σ: noise std over C, and the event's multiplier"
-    has_unit_gain = True
     advice = "The first thing to try, with a tuned learning rate."
     Params: ClassVar[type[CommonParams]] = DPSGDParams
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        return (1.0,)
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)

@@ -1,6 +1,5 @@
 """FO-DP-SGD, Algorithm 1 of "Deep Learning under Fractional-Order Differential Privacy"."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +14,7 @@ from fodp.memory.exponentials import ExponentialSumMemory
 from fodp.memory.window import WindowMemory
 from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
 from fodp.methods.parts import schedule
-from fodp.methods.parts.filters import feedback_gains
+from fodp.methods.parts.filters import feedback_gains, feedback_response
 from fodp.methods.parts.schedule import Schedule
 
 
@@ -118,10 +117,15 @@ class FODPSGD(Method):
         release = memory.mix_in_(fresh, 1 - beta)  # lines 5 to 16, 20 to 25: s̃_t = … + (1-β)·u_{t-1}, remembered
         return release  # line 19: divided by the public L, given to the optimizer
 
-    def accumulated_noise(self, plan: PublicNumbers) -> float:
-        """The filter lets through what stays: that of DP-SGD at σ/β (docs/mechanism.md), for windows far below T."""
-        pieces = schedule.pieces(self.params.beta, plan.steps)
-        return plan.clip_norm * math.sqrt(sum(steps * (plan.noise_multiplier / beta) ** 2 for beta, steps in pieces))
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """What the feedback lets through, as shares of all that it adds up to (at the first β, with a full window)."""
+        memory = self.init(plan, 1)
+        answer = feedback_response(schedule.value_at(self.params.beta, 0), memory.weights_when_full())
+        return [value / sum(answer) for value in answer]
+
+    def step_noise(self, plan: PublicNumbers, step: int) -> float:
+        """In all it is that of DP-SGD at σ/β (docs/mechanism.md)."""
+        return plan.clip_norm * plan.noise_multiplier / schedule.value_at(self.params.beta, step)
 
     def noise_gains(self, memory: WindowMemory) -> Sequence[float]:
         """What the feedback of earlier releases makes of the noise, at the memory's present weights."""

@@ -8,29 +8,45 @@ from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.base import PublicNumbers
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.noise.banded import fractional_coefficients, last_noise
+from fodp.noise.banded import fractional_coefficients, inverse_coefficients
+from fodp.noise.coefficients import best_order, optimised_coefficients
 
+COEFFICIENTS = ("fractional", "optimised")
 MOST_BANDS = 128
+_HORIZON = 1000
 _TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, MOST_BANDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FONoiseParams(DPSGDParams):
-    """`order` α of the derivative, between 0 and 1; ½ is the classical optimum for sums that accumulate.
+    """`order` α of the derivative, between 0 and 1; ½ is the classical optimum for sums that accumulate when no band is
+    cut off, and with few bands a higher one is better. None leaves it to `Plan.calibrated`, as with `bands`; without a
+    target it is ½.
 
     `bands` b: over how many steps noise is correlated, and among how many groups the records take turns; at most 128,
     and at most 1/q. It takes memory for b-1 vectors of the model's size. 1 is DP-SGD. None leaves it to
     `Plan.calibrated`, which takes what accumulates the least noise at the target ε; without a target it is 1.
+
+    `coefficients`: fractional, or optimised: b numbers of length 1 that accumulate the least noise over `horizon` steps
+    (None: `Plan.calibrated` takes the plan's; without a target 1000), whatever the order.
     """
 
-    order: float = 0.5
+    order: float | None = 0.5
     bands: int | None = None
+    coefficients: str = "fractional"
+    horizon: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.open_fraction("order", self.order)
+        if self.order is not None:
+            _checks.open_fraction("order", self.order)
         if self.bands is not None:
             _checks.whole("bands", self.bands, maximum=MOST_BANDS)
+        optimised = _checks.one_of("coefficients", self.coefficients, COEFFICIENTS) == "optimised"
+        self._refuse_unused(not optimised, "coefficients='fractional'", "order")
+        self._refuse_unused(optimised, "coefficients='optimised'", "horizon")
+        if self.horizon is not None:
+            _checks.whole("horizon", self.horizon)
 
 
 class FONoise(DPSGD):
@@ -42,7 +58,8 @@ class FONoise(DPSGD):
     so lots are as large as ever, about L. To a record a round of b steps is one Poisson-subsampled Gaussian event
     (b·q, σ), of which there are ⌈T/b⌉: one example changes M·x by at most C, in b rows that its next round does not
     touch (the whole argument is in `fodp.noise.banded`). More bands: less noise for the same σ, but less is left to
-    chance, so σ must be larger for the same ε. By accounting it pays where q is small or ε large.
+    chance, so σ must be larger for the same ε. By accounting it pays where q is small or ε large; how much,
+    `fodp calibrate --method fo-noise --set order=None --target-epsilon 8 --sampling-rate 0.01 --steps 1000` says.
 
     Composes with quantile clipping and schedules (noise is scaled by the σ and C of its own step, which are public; a
     round that a schedule cuts counts on both sides), shapes, filters and updates.
@@ -67,20 +84,31 @@ class FONoise(DPSGD):
         return self.params.bands or 1
 
     def strategy(self) -> tuple[float, ...]:
-        return fractional_coefficients(self.params.order, self.turns)
+        if self.params.coefficients == "optimised":
+            return optimised_coefficients(self.turns, self.params.horizon or _HORIZON)
+        return fractional_coefficients(self.params.order or 0.5, self.turns)
 
-    def accumulated_noise(self, plan: PublicNumbers) -> float:
-        noise = last_noise(self.strategy(), plan.steps)
-        return plan.noise_multiplier * plan.clip_norm * noise
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        """M⁻¹: every step takes back some of the noise before it."""
+        return list(inverse_coefficients(self.strategy(), plan.steps))
 
     def candidates(self, plan: PublicNumbers) -> Sequence[dict[str, Any]]:
-        if self.params.bands is not None:
-            return ()
         most = min(plan.steps, MOST_BANDS, int(1 / plan.sampling_rate + 1e-9))
-        return [{"bands": bands} for bands in _TRIED if bands <= most]
+        tried = [bands for bands in _TRIED if bands <= most] if self.params.bands is None else [self.params.bands]
+        return [{"bands": bands, **self._fitted(bands, plan.steps)} for bands in tried]
+
+    def _fitted(self, bands: int, steps: int) -> dict[str, Any]:
+        """What else is left to the plan: the best for so many bands, whatever the noise multiplier will be."""
+        if self.params.coefficients == "optimised":
+            return {} if self.params.horizon is not None else {"horizon": steps}
+        return {} if self.params.order is not None else {"order": best_order(bands, steps)}
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "bands": self.turns}
+        """As ever, with what stands for None; plans from before there were coefficients to choose stay as they were."""
+        given = super().describe() | {"bands": self.turns, "order": self.params.order or 0.5}
+        if self.params.coefficients == "optimised":
+            return given | {"horizon": self.params.horizon or _HORIZON}
+        return {name: value for name, value in given.items() if name not in ("coefficients", "horizon")}
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         rate = min(1.0, self.turns * plan.sampling_rate)

@@ -9,7 +9,7 @@ from fodp.memory import noise_floor
 from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGDParams
-from fodp.methods.parts.filters import MemoryAfterRelease
+from fodp.methods.parts.filters import MemoryAfterRelease, mixed_response
 from fodp.methods.parts.schedule import value_at
 
 
@@ -29,7 +29,7 @@ class PostFM(DPSGD):
     summary = "Fractional memory after the standard release (the paper's comparison)."
     reference = "Partohaghighi & Marcia, eqs. post_fm_memory_results to post_fm_parameter_update_results"
     advice = "To separate where memory acts from how much noise there is."
-    correlates_noise = has_unit_gain = True
+    correlates_noise = True
     Params = PostFMParams
 
     def init(self, plan: PublicNumbers, size: int) -> MemoryAfterRelease:
@@ -40,6 +40,9 @@ class PostFM(DPSGD):
         """An ordinary DP-SGD release, then memory."""
         memory.beta = value_at(self.params.beta, run.step)
         return memory.mix_(super().step(run, None))
+
+    def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
+        return mixed_response(value_at(self.params.beta, 0), self.params.memory(floor=1.0))
 
     def noise_gains(self, memory: MemoryAfterRelease) -> Sequence[float]:
         return memory.noise_gains()

@@ -31,7 +31,7 @@ DPAdam = _preset(
     summary="Adam on the release.",
     reference="Kingma & Ba 2015 on DP-SGD releases; analysed by Tang et al., AAAI 2024",
     advice="When no learning rate can be tuned: one rate does for many models.",
-    params=dict(lr=0.01, update="adam"),
+    params=dict(update="adam"),
     about_params="Adam's β₁, β₂ and ε are `beta1`, `beta2` and `adam_eps`.",
     owns_optimizer=True,
 )
@@ -44,7 +44,7 @@ DPAdamBC = _preset(
     reference="Tang, Shpilevskiy & Lécuyer, DP-AdamBC, AAAI 2024",
     advice="Where Adam is wanted for its adaptivity and the noise is small enough to leave some.",
     reconstruction="the floor is a fraction of Φ instead of the published absolute constant",
-    params=dict(lr=0.003, update="adambc"),
+    params=dict(update="adambc"),
     about_params="`bc_floor` is the least second moment as a fraction of the noise's variance Φ = (σC/L)².",
     owns_optimizer=True,
 )
@@ -56,7 +56,7 @@ DPAdamW = _preset(
     summary="Adam with decoupled weight decay on the release.",
     reference="Chooi et al., DP-AdamW, arXiv 2511.07843",
     advice="As dp-adam, for models that are usually trained with weight decay.",
-    params=dict(lr=0.01, update="adamw", weight_decay=0.01),
+    params=dict(update="adamw", weight_decay=0.01),
     about_params="PyTorch's default decay.",
     owns_optimizer=True,
 )
@@ -69,6 +69,5 @@ Doppler = _preset(
     reference="Zhang, Bu, Hong & Razaviyayn, DOPPLER, NeurIPS 2024",
     advice="Smoother steps that bear a larger learning rate; tune it again.",
     params=dict(filter="doppler"),
-    has_unit_gain=True,
     about_params="`filter_a` and `filter_b` are the filter's coefficients; the default is bias-corrected EMA momentum.",
 )

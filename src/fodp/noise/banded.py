@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError, PrivacyError
+from fodp._lengths import Length, in_tensors
 from fodp.noise.release import Noise
 
 
@@ -73,7 +74,12 @@ def last_noise(coefficients: Sequence[float], steps: int) -> float:
 
 
 class BandedNoise:
-    """A source of noise w = M⁻¹z for one release a step; it remembers its last b-1 draws, which are secret."""
+    """A source of noise w = M⁻¹z for one release a step; it remembers its last b-1 draws, which are secret.
+
+    They are kept, not drawn again from their streams: 1/c(x) has no end, so to know w of the last b-1 steps exactly one
+    must draw the z of all steps since the matrix began, T²/2 vectors in a run instead of T. Kept, they take b-1
+    vectors of memory and b-1 products a step.
+    """
 
     def __init__(self, source: Noise, coefficients: Sequence[float]):
         first, *rest = coefficients
@@ -87,7 +93,7 @@ class BandedNoise:
         self._responses = np.zeros(0)  # squares of the inverse, as far as they were needed
         self._age = 0  # steps since the matrix began
 
-    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
+    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
         """Fill `out` with std·w of this step. A step that does not follow the last one begins anew."""
         if step != self._next:
             self._past.clear()
@@ -98,7 +104,7 @@ class BandedNoise:
         unit.div_(self._first)
         self._past.appendleft(unit)
         self._next, self._age = step + 1, self._age + 1
-        return torch.mul(unit, std, out=out)
+        return torch.mul(unit, in_tensors(std), out=out)
 
     def variance(self) -> float:
         """Of the last draw, in units of std²."""

@@ -9,11 +9,14 @@ and 32 for its angle) or eight float64 ones (64 bits for the angle). So number i
 nothing else, and any slice of a vector can be drawn by whoever holds it.
 
 `reference_` is plain tensor operations and runs on every device; `fodp.noise.chacha_triton` is the same as one kernel
-for CUDA. Logarithms and cosines of devices differ in their last bits, and so do normals; the keystream never does.
+for CUDA. On other devices long vectors are made by `torch.compile`'s version of the same operations, where that works:
+it is compared with them once, and whatever goes wrong with it, they are taken instead. Logarithms and cosines of
+devices and compilers differ in their last bits, and so do normals; the keystream never does.
 The key is handed to the device: who can read the device's memory can read the noise (docs/threat-model.md).
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Final
 
@@ -28,22 +31,35 @@ _COLUMNS: Final = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
 _DIAGONALS: Final = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
 _ROTATIONS: Final = (16, 12, 8, 7)
 _MOST_BLOCKS: Final = 2**32  # the counter of RFC 8439 has 32 bits: 256 GiB of one stream
+_WORTH_COMPILING: Final = 2**20  # numbers: compiling takes a while
+_LAST_BITS: Final = 1e-4  # of normals, none of which is above 9.5
 _AT_ONCE: Final = 2**18  # blocks: 64 bytes each, and about as much again while they are made
+
+Make = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 NORMALS_PER_BLOCK: Final = {torch.float32: 10, torch.float64: 8}
 
 
 def keystream(key: bytes, first: int, blocks: int, device: torch.device | str = "cpu") -> Tensor:
     """Blocks first, first + 1, … of ChaCha20 (RFC 8439, nonce zero) as signed 32-bit words, one block a row."""
-    if len(key) != 32:
-        raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
-    if first < 0 or blocks < 0 or first + blocks > _MOST_BLOCKS:
-        raise PrivacyError(f"blocks {first} to {first + blocks} are not within the {_MOST_BLOCKS} of one stream")
+    _refuse_outside(key, first, blocks)
+    return _blocks(*_inputs(key, first, blocks, torch.device(device)))
+
+
+def _inputs(key: bytes, first: int, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The words that blocks begin with, and their counters, on the device.
+
+    Tensors, and never numbers: a compiler writes the numbers that it meets into code, and code into files.
+    """
+    words = torch.tensor([_signed(word) for word in state(key)], dtype=torch.int32).to(device, non_blocking=True)
     # Counters wrap in 32 bits as everything here does: they are made in 64 and cut.
-    counters = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
-    start = [torch.full_like(counters, _signed(word), dtype=torch.int32) for word in state(key)]
-    start[12] = _cut(counters)
-    rows = [word.clone() for word in start]
+    return words, _cut(torch.arange(first, first + blocks, dtype=torch.int64, device=device))
+
+
+def _blocks(words: Tensor, counters: Tensor) -> Tensor:
+    start = list(words.unbind())
+    start[12] = counters
+    rows = list(start)
     for _ in range(10):
         for quarter in (*_COLUMNS, *_DIAGONALS):
             _quarter_round(rows, *quarter)
@@ -55,35 +71,73 @@ def state(key: bytes) -> tuple[int, ...]:
     return (*_CONSTANTS, *(int.from_bytes(key[i : i + 4], "little") for i in range(0, 32, 4)), 0, 0, 0, 0)
 
 
+def key_words(key: bytes) -> tuple[int, ...]:
+    """The key's words, signed: then all have one type, and Triton does not compile anew for every key."""
+    return tuple(_signed(word) for word in state(key)[4:12])
+
+
 def reference_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
     """Add numbers offset, offset + 1, … of the stream of N(0, std²) under `key` to `out`, which is contiguous."""
+    return _added(out, std, key, offset, _eager)
+
+
+def _eager(words: Tensor, counters: Tensor, dtype: torch.dtype) -> Tensor:
+    return _normals(_blocks(words, counters), dtype)
+
+
+def _added(out: Tensor, std: float, key: bytes, offset: int, make: Make) -> Tensor:
     each = _normals_per_block(out.dtype)
     flat, done = out.view(-1), 0
     while done < flat.numel():
         block, skipped = divmod(offset + done, each)
         wanted = min(flat.numel() - done, _AT_ONCE * each - skipped)
         blocks = -(-(skipped + wanted) // each)
-        normals = _normals(keystream(key, block, blocks, out.device), out.dtype)
+        _refuse_outside(key, block, blocks)
+        normals = make(*_inputs(key, block, blocks, out.device), out.dtype)
         flat[done : done + wanted].add_(normals.view(-1)[skipped : skipped + wanted], alpha=std)
         done += wanted
     return out
 
 
 def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
-    """The same by the fastest way of the device: one kernel on CUDA, tensor operations elsewhere."""
-    if out.device.type == "cuda" and (kernel := _triton()) is not None:
-        kernel.add_normals_(out, std, key, offset)  # type: ignore[attr-defined]
+    """The same by the fastest way of the device: one kernel on CUDA, compiled tensor operations elsewhere."""
+    if out.device.type == "cuda" and (kernel := _triton(out.device)) is not None:
+        kernel(out, std, key, offset)
         return out
+    if out.numel() >= _WORTH_COMPILING and (make := _compiled(out.device, out.dtype)) is not None:
+        return _added(out, std, key, offset, make)
     return reference_(out, std, key, offset)
 
 
 @cache
-def _triton() -> object | None:
+def _compiled(device: torch.device, dtype: torch.dtype) -> Make | None:
+    """`torch.compile`'s version for a device, compared once with the operations themselves; None where there is none.
+
+    The comparison reads the device, once in a process. A wrong bit of keystream would be another normal altogether.
+    """
     try:
-        from fodp.noise import chacha_triton
-    except ImportError:  # PyTorch for CUDA brings Triton on Linux; elsewhere tensor operations do
+        made = torch.compile(_eager, dynamic=True, fullgraph=True)
+        sample = _inputs(bytes(range(32)), 2**31 - 1000, 4096, device)
+        if torch.allclose(made(*sample, dtype), _eager(*sample, dtype), rtol=0, atol=_LAST_BITS):
+            return made
+    except Exception:  # a compiler may be missing, unable or broken in any way, and the run goes on without it
         return None
-    return chacha_triton
+    return None
+
+
+@cache
+def _triton(device: torch.device) -> Callable[[Tensor, float, bytes, int], None] | None:
+    """The kernel for CUDA, compared once as above; None where Triton is missing, or does not do what it should."""
+    try:
+        from fodp.noise import chacha_triton  # PyTorch for CUDA brings Triton on Linux
+
+        theirs, ours = (torch.full((40_960,), 0.25, device=device) for _ in range(2))
+        chacha_triton.add_normals_(theirs, 1.5, bytes(range(32)), 7)
+        if torch.allclose(theirs, reference_(ours, 1.5, bytes(range(32)), 7), rtol=0, atol=_LAST_BITS):
+            return chacha_triton.add_normals_
+    except Exception:
+        return None
+    return None
 
 
 def _normals(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,6 +165,13 @@ def _minus_log(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
 def _unsigned(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Signed 32-bit words as the unsigned numbers their bits are; halves are exact, so there is one rounding."""
     return ((words >> 16) & 0xFFFF).to(dtype) * 65536.0 + (words & 0xFFFF).to(dtype)
+
+
+def _refuse_outside(key: bytes, first: int, blocks: int) -> None:
+    if len(key) != 32:
+        raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
+    if first < 0 or blocks < 0 or first + blocks > _MOST_BLOCKS:
+        raise PrivacyError(f"blocks {first} to {first + blocks} are not within the {_MOST_BLOCKS} of one stream")
 
 
 def _quarter_round(rows: list[Tensor], a: int, b: int, c: int, d: int) -> None:

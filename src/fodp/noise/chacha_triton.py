@@ -1,24 +1,25 @@
-"""`fodp.noise.chacha` as one Triton kernel: keystream, Box-Muller and addition, with nothing stored in between."""
+"""`fodp.noise.chacha` as one Triton kernel: keystream, Box-Muller and addition, with nothing stored in between.
 
-from typing import Any
+Kernels have no annotations: Triton compiles those too, and knows no `Any`. A test compiles them to PTX.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fodp.noise.chacha import NORMALS_PER_BLOCK, state
+from fodp.noise.chacha import NORMALS_PER_BLOCK, key_words
 
 _BLOCKS = 256  # of the keystream in one program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(x: Any, bits: tl.constexpr) -> Any:
+def _turn(x, bits: tl.constexpr):  # type: ignore[no-untyped-def]
     return (x << bits) | (x >> (32 - bits))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quarter(a: Any, b: Any, c: Any, d: Any) -> Any:
+@triton.jit
+def _quarter(a, b, c, d):  # type: ignore[no-untyped-def]
     a += b
     d = _turn(d ^ a, 16)
     c += d
@@ -31,9 +32,7 @@ def _quarter(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_pair(
-    out: Any, number: Any, size: Any, high: Any, low: Any, angle: Any, std: Any, to_second: tl.constexpr
-) -> None:
+def _store_pair(out, number, size, high, low, angle, std, to_second: tl.constexpr):  # type: ignore[no-untyped-def]
     # The same arithmetic as `fodp.noise.chacha._minus_log`: u near 1 by the bits of 1-u.
     small = (high.to(tl.float32) * 4294967296.0 + low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     rest = ((~high).to(tl.float32) * 4294967296.0 + (~low).to(tl.float32) + 0.5) * 5.421010862427522e-20
@@ -49,19 +48,14 @@ def _store_pair(
     tl.store(place, tl.load(place, mask=second) + radius * tl.sin(turn), mask=second)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "first", "skipped", "size"])  # type: ignore[untyped-decorator]
-def _add(out: Any, std: Any, k0: Any, k1: Any, k2: Any, k3: Any, k4: Any, k5: Any, k6: Any, k7: Any, first: Any, skipped: Any, size: Any, BLOCKS: tl.constexpr) -> None:  # fmt: skip  # noqa: E501
-    row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    counter = (row + first).to(tl.uint32)
-    zero = tl.zeros((BLOCKS,), tl.uint32)
+@triton.jit
+def _block(k0, k1, k2, k3, k4, k5, k6, k7, counter):  # type: ignore[no-untyped-def]
+    """The sixteen words of each counter's block (RFC 8439, nonce zero)."""
+    zero = tl.zeros_like(counter)
     s0, s1, s2, s3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
     s4, s5, s6, s7 = zero + k0.to(tl.uint32), zero + k1.to(tl.uint32), zero + k2.to(tl.uint32), zero + k3.to(tl.uint32)
-    s8, s9, s10, s11 = (
-        zero + k4.to(tl.uint32),
-        zero + k5.to(tl.uint32),
-        zero + k6.to(tl.uint32),
-        zero + k7.to(tl.uint32),
-    )
+    s8, s9 = zero + k4.to(tl.uint32), zero + k5.to(tl.uint32)
+    s10, s11 = zero + k6.to(tl.uint32), zero + k7.to(tl.uint32)
     x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
     x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, counter, zero, zero, zero
     for _ in range(10):
@@ -73,13 +67,37 @@ def _add(out: Any, std: Any, k0: Any, k1: Any, k2: Any, k3: Any, k4: Any, k5: An
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    first = x0 + s0, x1 + s1, x2 + s2, x3 + s3, x4 + s4, x5 + s5, x6 + s6, x7 + s7
+    return first, (x8 + s8, x9 + s9, x10 + s10, x11 + s11, x12 + counter, x13, x14, x15)
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "first", "skipped", "size"])  # type: ignore[untyped-decorator]
+def _add(out, std, k0, k1, k2, k3, k4, k5, k6, k7, first, skipped, size, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    low, high = _block(k0, k1, k2, k3, k4, k5, k6, k7, (row + first).to(tl.uint32))
     number = row * 10 - skipped
     # A block's words: five high halves of radii, five low ones, five angles; the sixteenth is not used.
-    _store_pair(out, number, size, x0 + s0, x5 + s5, x10 + s10, std, 5)
-    _store_pair(out, number + 1, size, x1 + s1, x6 + s6, x11 + s11, std, 5)
-    _store_pair(out, number + 2, size, x2 + s2, x7 + s7, x12 + counter, std, 5)
-    _store_pair(out, number + 3, size, x3 + s3, x8 + s8, x13, std, 5)
-    _store_pair(out, number + 4, size, x4 + s4, x9 + s9, x14, std, 5)
+    _store_pair(out, number, size, low[0], low[5], high[2], std, 5)
+    _store_pair(out, number + 1, size, low[1], low[6], high[3], std, 5)
+    _store_pair(out, number + 2, size, low[2], low[7], high[4], std, 5)
+    _store_pair(out, number + 3, size, low[3], high[0], high[5], std, 5)
+    _store_pair(out, number + 4, size, low[4], high[1], high[6], std, 5)
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "first", "blocks"])  # type: ignore[untyped-decorator]
+def _words(out, k0, k1, k2, k3, k4, k5, k6, k7, first, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    low, high = _block(k0, k1, k2, k3, k4, k5, k6, k7, (row + first).to(tl.uint32))
+    for i in tl.static_range(8):
+        tl.store(out + row * 16 + i, low[i].to(tl.int32, bitcast=True), mask=row < blocks)
+        tl.store(out + row * 16 + 8 + i, high[i].to(tl.int32, bitcast=True), mask=row < blocks)
+
+
+def keystream(key: bytes, first: int, blocks: int, device: torch.device | str) -> Tensor:
+    """What `fodp.noise.chacha.keystream` makes, by the block function of the kernel: for comparisons."""
+    out = torch.empty(blocks, 16, dtype=torch.int32, device=device)
+    _words[(triton.cdiv(blocks, _BLOCKS),)](out, *key_words(key), first, blocks, BLOCKS=_BLOCKS)
+    return out
 
 
 def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> None:
@@ -92,5 +110,4 @@ def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> None:
     each, size = NORMALS_PER_BLOCK[torch.float32], out.numel()
     first, skipped = divmod(offset, each)
     blocks = -(-(skipped + size) // each)
-    words = state(key)[4:12]
-    _add[(triton.cdiv(blocks, _BLOCKS),)](out, std, *words, first, skipped, size, BLOCKS=_BLOCKS)
+    _add[(triton.cdiv(blocks, _BLOCKS),)](out, std, *key_words(key), first, skipped, size, BLOCKS=_BLOCKS)

@@ -4,20 +4,25 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fodp._lengths import Length
+from fodp.noise.streams import Streams
 from fodp.queries import Query
 
 
 class Noise(Protocol):
     """A source of Gaussian noise, one independent draw per (step, name)."""
 
-    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
+    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
         """Fill `out` with N(0, std²)."""
 
 
-def release(query: Query, std: float, noise: Noise, step: int, name: str) -> Tensor:
+def release(query: Query, std: Length, noise: Noise, step: int, name: str) -> Tensor:
     """query + N(0, std²·I): the only noise site of the package. The result is a fresh tensor.
 
     Satisfies the guarantee of a Gaussian mechanism with multiplier `query.noise_multiplier(std)`.
     """
-    out = noise.normal_(query.empty(query.dtype), std, step, name)
+    room = query.empty(query.dtype)
+    if isinstance(noise, Streams) and room.device.type != "cpu":
+        return noise.add_normal_(query.add_to(room.zero_()), std, step, name)  # the noise is added as it is made
+    out = noise.normal_(room, std, step, name)
     return query.add_to(out)  # a wider value is added as it is and rounded with its noise: post-processing

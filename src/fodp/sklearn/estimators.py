@@ -43,7 +43,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     epochs: float
     sampling_rate: float | None
     clip_norm: float
-    lr: float
+    lr: float | str
     method: str
     params: Mapping[str, Any] | None
     ledger: Ledger | Callable[[], Ledger] | None
@@ -90,8 +90,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         habits.warn_of_learnt_steps()
         habits.warn_of_more_fits((inputs,), charged=self.ledger is not None)
         model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
+        averages = [average] if plan.algorithm.parts.average is None else []  # else the model itself becomes one
         data = TensorDataset(inputs, targets)
-        trainer = Trainer(model, loss, data, plan, callbacks=[average], ledger=self.ledger)
+        trainer = Trainer(model, loss, data, plan, callbacks=averages, ledger=self.ledger)
         result = trainer.fit()
         if result.reason == "interrupted":
             raise KeyboardInterrupt(f"the fit was interrupted; its epsilon, {result.epsilon:.3g}, is spent")
@@ -224,7 +225,7 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 1.0,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -299,7 +300,7 @@ class PrivateLogisticRegression(PrivateClassifier):
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 2.0,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -347,7 +348,7 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float = 0.5,
+        lr: float | str = "auto",
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,

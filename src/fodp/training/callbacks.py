@@ -68,7 +68,8 @@ class WeightAverage(Callback):
     """A running average of the iterates: post-processing of releases, so it costs no privacy.
 
     `decay` gives an exponential average; without it, the plain mean over the last `tail` fraction of
-    the run. `model` is the averaged model; `Evaluate(…, average=this)` scores it.
+    the run. `model` is the averaged model; `Evaluate(…, average=this)` scores it. The trained model stays the last
+    iterate; `params=dict(average=…)` of a plan averages for scores, exports and the model itself.
     """
 
     def __init__(self, decay: float | None = None, tail: float = 0.5):
@@ -134,18 +135,16 @@ class Evaluate(Callback):
             self._scores(trainer.model, self.metric)
 
     def on_epoch(self, trainer: "Trainer") -> None:
-        """Score the model, or its average where there is one."""
+        """Score the model: the average of its iterates where the plan, or a `WeightAverage`, has one."""
         self._epochs += 1
         if self._epochs % self.every and trainer.step < trainer.last_step:
             return
         averaged = None if self.average is None else self.average.model
-        model = averaged or trainer.model
-        if self.metric is not None:
-            scores = self._scores(model, self.metric)
+        if averaged is not None:
+            scores = self._scored(averaged)
         else:
-            score, loss = accuracy(model, self.dataset)
-            self.best = max(self.best, score)
-            scores = {"accuracy": score, "loss": loss, "best_accuracy": self.best}
+            with trainer.averaged():
+                scores = self._scored(trainer.model)
         trainer.metrics.update(scores)
         if not all(math.isfinite(trainer.metrics[name]) for name in scores):
             raise PrivacyError(
@@ -153,6 +152,13 @@ class Evaluate(Callback):
                 "the learning rate or look at the data's scale; the epsilon of the run, "
                 f"{accounting.rounded_up(trainer.stated_epsilon())}, stays spent"
             )
+
+    def _scored(self, model: nn.Module) -> dict[str, float]:
+        if self.metric is not None:
+            return self._scores(model, self.metric)
+        score, loss = accuracy(model, self.dataset)
+        self.best = max(self.best, score)
+        return {"accuracy": score, "loss": loss, "best_accuracy": self.best}
 
     def _scores(self, model: nn.Module, metric: Metric) -> dict[str, float]:
         scores = metric(model, self.dataset)
@@ -385,7 +391,8 @@ class Checkpoint(Callback):
         file = self.path.with_name("weights.safetensors")
         give_room_back(self.path)
         try:
-            write_weights(trainer.model.state_dict(), trainer.privacy_card(), file)
+            with trainer.averaged():
+                write_weights(trainer.model.state_dict(), trainer.privacy_card(), file)
         except PrivacyError:
             file.unlink(missing_ok=True)
             return PrivacyError(f"{error}. Nor could the weights: what was trained since that checkpoint is lost")

@@ -52,6 +52,8 @@ def snapshot(trainer: "Trainer | LoopKeeper") -> dict[str, Any]:
         "state": trainer.run.state_dict(views=True),
         "metrics": dict(trainer.metrics),
         "callbacks": {name: callback.state_dict() for name, callback in trainer._named_callbacks()},
+        # Where "model" is an average of iterates, which is what may be published: where training goes on from.
+        **({} if trainer._weights.iterate is None else {"iterate": trainer._weights.iterate}),
     }
 
 
@@ -63,9 +65,14 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
     if (saved["scheduler"] is None) != (trainer.scheduler is None):
         raise ConfigurationError("the checkpoint was written with another choice of scheduler: give the run's own")
     try:
+        trainer._weights.forget()
         trainer.model.load_state_dict(saved["model"])
+        if "iterate" in saved:
+            trainer.run.engine.layout.write(saved["iterate"])
         _load_optimizer(trainer.optimizer, saved["optimizer"])
         trainer.run.load_state_dict(saved["state"])
+    except LedgerError:  # says what is wrong itself
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise ConfigurationError(
@@ -231,7 +238,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
                 f"the checkpoint {path} is damaged, was changed or is not ours (its digest differs); restore a copy of "
                 "it, or go on with the version of fodp that wrote it"
             )
-        content = torch.load(path, weights_only=True, map_location=device)
+        # An optimizer sends its own state where its parameters are, and some of it must stay on the CPU.
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        content = {key: part if key == "optimizer" else _sent(part, device) for key, part in content.items()}
     except PrivacyError:
         raise
     except FileNotFoundError:
@@ -247,6 +256,15 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         )
     content["digest"] = found
     return content
+
+
+def _sent(value: Any, device: torch.device | str) -> Any:
+    """The same with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _sent(part, device) for key, part in value.items()}
+    return type(value)(_sent(part, device) for part in value) if type(value) in (list, tuple) else value
 
 
 def _digests(path: Path) -> tuple[str, str]:

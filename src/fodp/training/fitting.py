@@ -3,20 +3,25 @@
 import math
 from dataclasses import fields
 
+import numpy as np
 import torch
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
+from fodp._lengths import read
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.methods import Method
-from fodp.methods.parts.rates import AUTO, automatic_rate, shaped_scale
+from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
 from fodp.plan import Plan
 from fodp.run import Run
 
 # Parameters of a method that nothing but its own optimizer uses.
-_OF_THE_OPTIMIZER = ("lr", "beta1", "beta2", "adam_eps", "weight_decay", "bc_floor")
+_OF_THE_OPTIMIZER = (
+    "lr", "auto_ratio", "lr_schedule", "lr_warmup", "beta1", "beta2", "adam_eps", "weight_decay", "bc_floor"
+)  # fmt: skip
+PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
 
 def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -24,10 +29,11 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     method = run.plan.algorithm
     if optimizer is None:
         made = method.optimizer(run.trained)
-        if method.params.lr == AUTO:
-            rate = _automatic_rate(run)
-            for group in made.param_groups:
-                group["lr"] = rate
+        rate = _automatic_rate(run) if method.params.lr == AUTO else None
+        for group in made.param_groups:
+            group["lr"] = group["lr"] if rate is None else rate
+            if _moves(run):
+                group[PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
         return made
     if method.owns_optimizer:
         raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
@@ -46,16 +52,49 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     return optimizer
 
 
+def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    """Before an update: the rate of the step that was just taken, where the method's own optimizer has a schedule.
+
+    Public numbers, and with lr="auto" and a quantile the clip norm of the step, which is made of releases.
+    """
+    if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
+        return  # a constant rate, or an optimizer of the user's
+    factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
+    if _follows_clip(run):
+        factor *= run.plan.clip_norm / read(run.last_clip_norm)  # waits for a device that knows it
+    for group in optimizer.param_groups:
+        group["lr"] = group[PLANNED] * factor
+
+
+def _moves(run: Run) -> bool:
+    return run.method.parts.rates.acts or _follows_clip(run)
+
+
+def _follows_clip(run: Run) -> bool:
+    """Plain steps of lr="auto" are measured by their noise, which an adapted clip norm changes; Adam's are anyway."""
+    method = run.method
+    return method.params.lr == AUTO and run.adaptive_clip is not None and isinstance(method.parts.update, Sgd)
+
+
 def _automatic_rate(run: Run) -> float:
     """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
-    method, layout = run.plan.algorithm, run.engine.layout
-    shares = [math.sqrt(run.noise_share(parameter)) for parameter in run.trained]
+    method, plan = run.method, run.plan
+    parts, plain = method.parts, isinstance(method.parts.update, Sgd)
+    response = method.known_response(plan)
+    if parts.filter is not None:
+        response = np.convolve(response, parts.filter.response()).tolist()
+    deviations = np.asarray(method.step_noises(plan)) / plan.lot_size
+    if run.adaptive_clip is not None:  # the count takes its share of what a step may spend
+        z = plan.events_at(0)[-1].noise_multiplier
+        deviations = deviations * run.adaptive_clip.rest(z) / z
+    clips = [plan.clip_norm if parts.schedules is None else parts.schedules.at(plan, step).clip_norm
+             for step in range(plan.steps)]  # fmt: skip
+    signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
+    walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
+    shares = [run.noise_share(parameter) if plain else 1.0 for parameter in run.trained]
     with run.whole():
-        scale = shaped_scale(zip(layout.parameters, shares, strict=True))
-    # The optimizer's momentum adds up 1/(1-m) of every release; a filter's gain is one in the long run.
-    assert isinstance(method.parts.update, Sgd)  # or there is no rule
-    accumulated = method.accumulated_noise(run.plan) / (1 - method.parts.update.momentum)
-    return automatic_rate(method.params.auto_ratio, run.plan.lot_size, accumulated, scale)
+        relative = relative_noise(zip(run.engine.layout.parameters, shares, strict=True))
+    return automatic_rate(method.params.auto_ratio, walk, relative)
 
 
 def _refuse_what_would_not_act(method: Method) -> None:

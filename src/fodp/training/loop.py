@@ -7,6 +7,7 @@ release reaches `.grad`, where the real optimizer finds it.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fodp.ranks import refuse_other_group
 from fodp.ranks.fsdp import is_sharded
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
+from fodp.training.averaged import AveragedWeights
 from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer
@@ -199,8 +201,19 @@ class PrivateLoader:
         quantity and, in secure mode, no key.
         """
         self._run.refuse_lot_in_hand()
+        self._run.take_iterate()
         if self._run.ranks.is_first:
             self._keeper.save(Path(path))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, between two steps, the model is the average of its iterates, if the plan has one and it has begun.
+
+        Your model is the iterate, from which you train on: score and save it in here.
+        """
+        self._run.take_iterate()
+        with self._run.weights.inside():
+            yield
 
     def epsilon(self, *, delta: float | None = None) -> float:
         """ε at δ of the steps taken so far. Reading changes nothing.
@@ -219,6 +232,7 @@ class _LoopRun(Run):
     """A run that draws when the loader is asked and steps when the owner's optimizer does."""
 
     engine: Recorder
+    _has_loss = False
 
     def __init__(
         self,
@@ -244,6 +258,20 @@ class _LoopRun(Run):
         self._drawn: Lot | None = None  # the lot in the owner's hands
         self._parts: LotParts | None = None  # and its parts, if it has any
         self.account: Account | None = None
+        self.weights = AveragedWeights(self)
+        self._stepped = False  # since the average has taken an iterate in
+
+    def take_iterate(self) -> None:
+        """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
+        if self.average is None:
+            return
+        if self._drawn is not None:
+            raise ConfigurationError(
+                "look at the average between two steps: after optimizer.step(), before the next lot"
+            )
+        if self._stepped:
+            self.average.take(self.parameters(), self.step, self.plan.steps)
+        self._stepped = False
 
     def refuse_spent(self) -> None:
         """Raise when there is nothing more to draw."""
@@ -270,6 +298,9 @@ class _LoopRun(Run):
             raise BudgetError(
                 f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
             )
+        if self.weights.iterate is not None:
+            raise ConfigurationError("the model is the average of its iterates here: train on outside of averaged()")
+        self.take_iterate()
         self._begin()
         self._buffers = KeptState(self._model, (), self._parameters)
         lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
@@ -391,6 +422,7 @@ class _LoopRun(Run):
             released = self.take_step()
         finally:
             self._forget_lot()  # also of a step that broke off, which is over
+        self._stepped = True
         # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
         GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
         self.method.tune(self._optimizer, self, self.state)

@@ -34,7 +34,7 @@ class LoopKeeper:
         self.run_id = uuid.uuid4().hex
         self.plan: Plan = run.plan
         self.last_step, self._planned, self.lost_steps = run.plan.steps, run.plan.steps, 0
-        self.metrics = Metrics()
+        self.metrics, self._weights = Metrics(), run.weights
         self._jumped_to_the_end = False
 
     @property
@@ -57,7 +57,8 @@ class LoopKeeper:
         """Write a checkpoint, atomically, and note it in the ledger."""
         account, step = self._account, self.step
         noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
-        checkpoint.save(path, checkpoint.snapshot(self), noted)
+        with self._weights.inside():
+            checkpoint.save(path, checkpoint.snapshot(self), noted)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of the same plan."""

@@ -6,7 +6,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from fodp.run import Run
 from fodp.sampling import Collate
 from fodp.training import checkpoint, sharded
 from fodp.training.attending import ask_for_slices, attended
+from fodp.training.averaged import AveragedWeights
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer, stated_epsilon, steps_within
+from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -50,6 +51,9 @@ class Result:
 
 class Trainer:
     """Trains a model under a plan; the model that comes out carries the plan's guarantee.
+
+    Where the plan has an `average`, the model is that average of the iterates when `fit()` returns, in scores and in
+    what is exported; in a fit, `with trainer.averaged():` puts it in. Another fit goes on from the iterate.
 
     loss_fn(model, batch) returns one loss per example. `optimizer` None takes the method's own; any
     `torch.optim` optimizer over exactly the trainable parameters does for methods that do not insist
@@ -71,6 +75,9 @@ class Trainer:
     never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
     `num_workers` processes read lots ahead while others are trained on (`pin_memory` for an accelerator): the run is
     the same, bit for bit. Data made of tensors, and methods with several lots in a step, are read without them.
+
+    `public_sample`, for the shape kronecker, is a batch of public records, as loss_fn takes them, by which layers'
+    inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class Trainer:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        public_sample: Any = None,
     ):
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
@@ -115,11 +123,16 @@ class Trainer:
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            public_sample=public_sample,
         )
         self.optimizer = fitting_optimizer(self.run, optimizer)
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(self.optimizer)
         self.scheduler = scheduler
+        if scheduler is not None and plan.algorithm.parts.rates.acts:
+            raise ConfigurationError(
+                "params set lr_schedule or lr_warmup, and a scheduler is given: both would move the rate, leave one out"
+            )
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
             raise ConfigurationError(
                 "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
@@ -152,6 +165,7 @@ class Trainer:
         self._deserted = False  # a sharded run has broken off: nothing can be done together any more
         self._attended = False  # the other ranks wait for what this one's callbacks need of them
         self._refused: str | None = None  # what made a step of this run impossible
+        self._weights = AveragedWeights(self.run)
         self._gradients = self.run.gradient_buffer()
         self._trained = {id(parameter) for parameter in self.run.trained}
         self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
@@ -170,6 +184,15 @@ class Trainer:
     def step(self) -> int:
         """How many of the plan's steps are used."""
         return self.run.step
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the run, which lr="auto" chose from public numbers if so; with a schedule, that of its factor 1.
+
+        Of the first parameter group, where an optimizer of your own has several.
+        """
+        group = self.optimizer.param_groups[0]
+        return float(group.get(PLANNED, group.get("initial_lr", group["lr"])))
 
     @property
     def epochs(self) -> int:
@@ -220,9 +243,15 @@ class Trainer:
         """
         ranks = self.run.ranks
         with ranks.together():
+            self._weights.put_back()
             self._train()
+            self._weights.put_in()
             is_finite = self.run.is_finite()
             return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result(is_finite))))))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model is the average of its iterates, if the plan has one and it has begun: for scores."""
+        return self._weights.inside()
 
     def _train(self) -> None:
         if self._refused is not None:
@@ -302,7 +331,7 @@ class Trainer:
         """What ranks must have in common where each holds other weights: the optimizer's numbers and the clip norm."""
         groups = [value for group in self.optimizer.param_groups for name, value in group.items() if name != "params"]
         numbers = [float(value) for value in groups if isinstance(value, int | float | torch.Tensor)]
-        return torch.tensor([self.run.clip_norm, *numbers], dtype=torch.float64)
+        return torch.tensor([float(self.run.clip_norm), *numbers], dtype=torch.float64)
 
     def stop_early(self) -> None:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
@@ -336,6 +365,7 @@ class Trainer:
         method, state = self.run.method, self.run.state
         for parameter in self._frozen():
             parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
+        set_rate(self.run, self.optimizer)
         method.tune(self.optimizer, self.run, state)
         before = (
             (self.run.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.has_acceptance_test else None
@@ -344,6 +374,8 @@ class Trainer:
         if before is not None and not method.accepts(self.run, state):
             self.run.set_parameters(before[0])
             self.optimizer.load_state_dict(before[1])
+        if self.run.average is not None:
+            self.run.average.take(self.run.parameters(), self.step, self.last_step)
         if self.scheduler is not None:
             self.scheduler.step()
         self.between_steps = True
@@ -420,7 +452,8 @@ class Trainer:
             ask_for_slices(self, Path(path))
             sharded.save(Path(path), self, noted)
         elif self.run.ranks.is_first:
-            checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
+            with self.averaged():
+                checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.

@@ -23,14 +23,14 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def plain(workload: Workload) -> tuple[Step, int]:
+def plain(workload: Workload, device: str = "cpu") -> tuple[Step, int]:
     """What people write without privacy: gather a random batch, mean loss, backward, SGD."""
-    inputs, labels = workload.data()
-    model = workload.model()
+    inputs, labels = (column.to(device) for column in workload.data())
+    model = _moved(workload.model(), device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> None:
-        rows = torch.randint(workload.examples, (workload.batch,))
+        rows = torch.randint(workload.examples, (workload.batch,), device=device)
         optimizer.zero_grad()
         F.cross_entropy(model(inputs[rows]), labels[rows]).backward()
         optimizer.step()
@@ -38,9 +38,11 @@ def plain(workload: Workload) -> tuple[Step, int]:
     return step, size_of(model)
 
 
-def private(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> tuple[Step, int]:
-    """A step of the trainer, with everything that belongs to it."""
-    trainer = _trainer(workload, method, seed, params)
+def private(
+    workload: Workload, method: str, seed: int | None, params: dict[str, Any], device: str = "cpu"
+) -> tuple[Step, int]:
+    """A step of the trainer, with everything that belongs to it; on another device the data is there too."""
+    trainer = _trainer(workload, method, seed, params, device)
     return trainer._one_step, size_of(trainer.model)
 
 
@@ -53,8 +55,16 @@ def unkeyed(workload: Workload) -> tuple[Step, int]:
     return trainer._one_step, size_of(trainer.model)
 
 
-def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str, Any]) -> Trainer:
-    model = workload.model()
+def _moved(model: nn.Module, device: str) -> nn.Module:
+    """On a device, with what the transformer keeps as a plain attribute."""
+    positions = getattr(model, "positions", None)
+    if isinstance(positions, torch.Tensor):
+        model.positions = positions.to(device)
+    return model.to(device)
+
+
+def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str, Any], device: str = "cpu") -> Trainer:
+    model = _moved(workload.model(), device)
     plan = Plan(
         sampling_rate=workload.batch / workload.examples,
         steps=_FOR_EVER,
@@ -66,7 +76,7 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
         params={"lr": LEARNING_RATE, **params},
         seed=seed,
     )
-    data = TensorDataset(*workload.data())
+    data = TensorDataset(*(column.to(device) for column in workload.data()))
     held_out = data[: workload.batch]
 
     def score() -> float:

@@ -18,6 +18,7 @@ EPILOG = """examples:
   fodp bench --quick --no-peers --workload mlp        a first impression in half a minute
   fodp bench --all --out runs/bench                   everything, for docs/performance.md (about an hour)
   fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
+  fodp bench --device cuda                            plain and private steps on a GPU: the table of docs/scaling.md
   fodp bench --zoo --model "LSTM, packed"             one of the models that people have
   fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
 
@@ -44,12 +45,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--zoo", action="store_true", help="models that people have: path, error, time, memory (needs fodp[hf])")
     add("--model", action="append", metavar="NAME", help="with --zoo: a model of docs/zoo.md; may be repeated")
     part.add_argument("--markdown", metavar="FILE", help="measure nothing: print the page of a results file")
+    add("--device", metavar="NAME", help="measure on this device (cuda, cuda:1, …), beside plain training there")
     add("--out", metavar="DIR", help=f"folder for {RESULTS} and pictures, default runs/bench")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep the results, draw them, and compare them with the targets."""
+    if options.device is not None:
+        return _on_device(options)
     if options.zoo:
         return _zoo(options)
     from fodp_lab.bench import measurements, performance_page, plots
@@ -72,6 +76,35 @@ def run(options: argparse.Namespace) -> int:
         performance_page.show(measured)
         print(f"results: {folder / RESULTS}")
     return 0
+
+
+def _on_device(options: argparse.Namespace) -> int:
+    """Plain and private steps on one device, as the rows of a table."""
+    asked = [name for name in ("zoo", "scaling", "paper_run", "all", "markdown", "model") if getattr(options, name)]
+    if asked:
+        raise PrivacyError(f"--device measures the workloads alone: leave out --{asked[0].replace('_', '-')}")
+    from fodp import _devices
+    from fodp_lab.bench import on_device
+    from fodp_lab.bench.measure import BURST_SECONDS
+
+    device = _devices.named(options.device)
+    names = _named_workloads(options)
+    rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
+    with _progress() as say:
+        results = on_device.measured(device, names, rounds, BURST_SECONDS / (8 if options.quick else 1), say)
+    path = Path(options.out or Path("runs") / "bench") / f"performance-{device.type}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results) if options.json else f"{on_device.markdown(results)}\nresults: {path}")
+    return 0
+
+
+def _named_workloads(options: argparse.Namespace) -> list[str]:
+    names = options.workload or list(TITLES)
+    unknown = [name for name in names if name not in TITLES]
+    if unknown:
+        raise PrivacyError(f"--workload must be one of {', '.join(TITLES)}; got {unknown[0]!r}")
+    return names
 
 
 def _zoo(options: argparse.Namespace) -> int:
@@ -114,10 +147,7 @@ def _parts(options: argparse.Namespace, say: "Say") -> Iterator[dict[str, Any]]:
 
     rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
     turns, burst_seconds = (1, BURST_SECONDS / 8) if options.quick else (TURNS, BURST_SECONDS)
-    names = options.workload or list(TITLES)
-    unknown = [name for name in names if name not in TITLES]
-    if unknown:
-        raise PrivacyError(f"--workload must be one of {', '.join(TITLES)}; got {unknown[0]!r}")
+    names = _named_workloads(options)
     if not options.scaling and not options.paper_run:
         for name in names:
             yield {"workloads": {name: _workload(name, options, rounds, turns, burst_seconds, say)}}

@@ -35,15 +35,20 @@ class Curve(Callback):
         self.loss = float("nan")
 
     def on_step(self, trainer: Trainer) -> None:
-        """Score at every `every`-th step and at the last."""
-        self.score(trainer.step, last=trainer.step == trainer.last_step)
+        """Score at every `every`-th step and at the last: the average of the iterates, where the plan has one."""
+        if self._is_due(trainer.step, last := trainer.step == trainer.last_step):
+            with trainer.averaged():
+                self.score(trainer.step, last)
 
     def score(self, step: int, last: bool) -> None:
         """Add a point to the curve, if one is due."""
-        if step % self.every == 0 or last:
+        if self._is_due(step, last):
             score, self.loss = accuracy(self.model, self.dataset)
             self.steps.append(step)
             self.accuracy.append(score)
+
+    def _is_due(self, step: int, last: bool) -> bool:
+        return step % self.every == 0 or last
 
 
 def execute(spec: RunSpec) -> dict[str, Any]:

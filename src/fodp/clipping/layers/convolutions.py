@@ -147,33 +147,37 @@ class Convolution(Outer):
             images(self._images), back(self._back_image), self._groups, self._kernel, self._stride, self._dilation
         )
 
+    def images(self) -> tuple[Tensor, Tensor]:
+        """Back-signals and inputs, with their channels in the second dimension."""
+        return self._back_image, self._images
+
     def grouped(self, copies: int) -> "Outer":
         """Copies of one example lie side by side as further positions; still unfolded chunk by chunk."""
-        return _Grouped(self, copies)
+        return Grouped(self, copies)
 
 
-class _Grouped(Outer):
+class Grouped(Outer):
     """A convolution over several images of each example."""
 
     def __init__(self, of: Convolution, copies: int):
-        self._of, self._copies = of, copies
+        self.of, self.copies = of, copies
         self.back = side_by_side(of.back, copies) / copies
         self._held = None
         self.slack = None
 
     def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Unfolded patches of all images of some examples."""
-        last = None if stop is None else stop * self._copies
-        return side_by_side(self._of.inputs(start * self._copies, last), self._copies)
+        last = None if stop is None else stop * self.copies
+        return side_by_side(self.of.inputs(start * self.copies, last), self.copies)
 
     @property
     def fan_in(self) -> int:
         """As of one image."""
-        return self._of.fan_in
+        return self.of.fan_in
 
-    def masked(self, keep: Tensor) -> "_Grouped":
+    def masked(self, keep: Tensor) -> "Grouped":
         """Zero both factors, and what is held of them: it is summed as it was measured."""
-        zeroed = _Grouped(self._of.masked(keep.repeat_interleave(self._copies)), self._copies)
+        zeroed = Grouped(self.of.masked(keep.repeat_interleave(self.copies)), self.copies)
         zeroed._held = None if self._held is None else mask(self._held, keep)
         return zeroed
 

@@ -46,6 +46,8 @@ class Rows:
         return torch.from_numpy(np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1)))
 
     def _summed_squares(self, indices: Tensor, back: Tensor) -> Tensor:
+        if not back.is_cpu:
+            return self._sorted_squares(indices, back)
         count, _, width = back.shape
         example = torch.arange(count, device=back.device)[:, None]
         keys, place = torch.unique(example * self.table_rows + indices, return_inverse=True)
@@ -53,6 +55,17 @@ class Rows:
         owner = torch.div(keys, self.table_rows, rounding_mode="floor")
         squares = torch.zeros(count, dtype=torch.float64, device=back.device)
         return squares.index_add_(0, owner, square_sums(rows))
+
+    def _sorted_squares(self, indices: Tensor, back: Tensor) -> Tensor:
+        """The same without asking a device how many different tokens there are: room for as many as positions."""
+        count, length, width = back.shape
+        example = torch.arange(count, device=back.device)[:, None]
+        keys, order = (example * self.table_rows + indices).flatten().sort()
+        place = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).cumsum(0)])
+        rows = back.new_zeros(count * length, width).index_add_(0, place, back.flatten(0, 1).index_select(0, order))
+        owner = torch.zeros_like(keys).scatter_(0, place, order.div(length, rounding_mode="floor"))
+        squares = torch.zeros(count, dtype=torch.float64, device=back.device)
+        return squares.index_add_(0, owner, square_sums(rows))  # rows that were not needed are zero
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """Scatter the re-weighted back-signals into the table."""

@@ -45,7 +45,7 @@ def by_owner(use: Use, segments: Segments) -> Use:
             return use if longest == 1 else use.grouped(longest)
         chosen = picked(use, rows.flatten(), factors.repeat_interleave(longest))
         if not there.all():
-            chosen = chosen.masked(there.flatten().to(_device(chosen)))
+            chosen = chosen.masked(there.flatten().to(_device(chosen), non_blocking=True))
         parts.append((owners, chosen if longest == 1 else chosen.grouped(longest)))
     return parts[0][1] if len(parts) == 1 else Ragged(parts, len(segments.sizes))
 
@@ -64,11 +64,11 @@ def picked(use: Use, rows: Tensor, factors: Tensor) -> Use:
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    return tensor.index_select(0, rows.to(tensor.device))
+    return tensor.index_select(0, rows.to(tensor.device, non_blocking=True))
 
 
 def _times(back: Tensor, rows: Tensor, factors: Tensor) -> Tensor:
-    return _rows(back, rows).mul_(factors.to(back).view(-1, *[1] * (back.dim() - 1)))
+    return _rows(back, rows).mul_(factors.to(back, non_blocking=True).view(-1, *[1] * (back.dim() - 1)))
 
 
 def _device(use: Use) -> torch.device:
@@ -80,38 +80,38 @@ class Ragged:
 
     def __init__(self, parts: list[tuple[Tensor, Use]], count: int):
         device = _device(parts[0][1])
-        self._parts, self._count = [(owners.to(device), use) for owners, use in parts], count
+        self.parts, self.count = [(owners.to(device, non_blocking=True), use) for owners, use in parts], count
         self.slack: Tensor | None = None
 
     @property
     def exact(self) -> bool:
         """Whether gradients that are held are float64, see `Outer`."""
-        return all(use.exact for _, use in self._parts if isinstance(use, Outer))
+        return all(use.exact for _, use in self.parts if isinstance(use, Outer))
 
     @exact.setter
     def exact(self, wanted: bool) -> None:
-        for _, use in self._parts:
+        for _, use in self.parts:
             if isinstance(use, Outer):
                 use.exact = wanted
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per owner."""
-        squares = self._spread([use.squared_norms() for _, use in self._parts])
-        slacks = [use.slack for _, use in self._parts]
+        squares = self._spread([use.squared_norms() for _, use in self.parts])
+        slacks = [use.slack for _, use in self.parts]
         if any(slack is not None for slack in slacks):
-            zeros = [squares.new_zeros(len(owners)) for owners, _ in self._parts]
+            zeros = [squares.new_zeros(len(owners)) for owners, _ in self.parts]
             self.slack = self._spread([z if s is None else s for s, z in zip(slacks, zeros, strict=True)])
         return squares
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """Σ w_i·G_i, part by part."""
-        for owners, use in self._parts:
+        for owners, use in self.parts:
             use.add_weighted(out, weights[owners], accumulate)
             accumulate = True
 
     def dense(self) -> Tensor:
         """All G_i."""
-        return self._spread([use.dense() for _, use in self._parts])
+        return self._spread([use.dense() for _, use in self.parts])
 
     def grouped(self, copies: int) -> Use:
         """Owners are not grouped again; the Protocol asks for it."""
@@ -119,11 +119,11 @@ class Ragged:
 
     def masked(self, keep: Tensor) -> "Ragged":
         """Zero what is not kept."""
-        return Ragged([(owners, use.masked(keep[owners])) for owners, use in self._parts], self._count)
+        return Ragged([(owners, use.masked(keep[owners])) for owners, use in self.parts], self.count)
 
     def _spread(self, values: list[Tensor]) -> Tensor:
         """The parts' values, each at its owner's place."""
-        whole = values[0].new_zeros(self._count, *values[0].shape[1:])
-        for (owners, _), part in zip(self._parts, values, strict=True):
+        whole = values[0].new_zeros(self.count, *values[0].shape[1:])
+        for (owners, _), part in zip(self.parts, values, strict=True):
             whole[owners] = part
         return whole

@@ -141,6 +141,11 @@ def refuse(args: Any, plan: Plan) -> None:
 def _refuse_two_learning_rates(args: Any, plan: Plan) -> None:
     """The update belongs to the method if it brings its own, else to the training arguments."""
     method = plan.algorithm
+    if method.parts.rates.acts:
+        raise ConfigurationError(
+            "the plan's params set lr_schedule or lr_warmup, and the schedule of this trainer is "
+            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…): set it there and leave it out of params"
+        )
     if not method.owns_optimizer:
         default = next(field.default for field in fields(method.Params) if field.name == "lr")
         if method.params.lr != default:

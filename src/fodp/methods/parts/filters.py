@@ -14,6 +14,7 @@ from torch import Tensor
 from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.memory import FractionalMemory, noise_floor
+from fodp.memory.passes import Weights
 from fodp.memory.window import WindowMemory
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
@@ -130,19 +131,23 @@ class MemoryAfterRelease:
 
     def __init__(self, beta: float, memory: WindowMemory):
         self.beta, self.memory = _checks.fraction("beta", beta), memory
-        self._mixed: Sequence[float] = ()  # shares of the last mix
+        self._mixed: tuple[float, Weights] | None = None  # β and the memory's weights of the last mix
 
     def __call__(self, release: Tensor) -> Tensor:
         return self.mix_(release.clone())
 
     def mix_(self, release: Tensor) -> Tensor:
         """Mix and remember in place, for a release that nobody else needs."""
-        self._mixed = [self.beta, *((1 - self.beta) * weight for weight in self.memory.by_lag())]
+        self._mixed = self.beta, self.memory.by_lag()
         return self.memory.remember_then_mix_(release, self.beta, 1 - self.beta)
 
     def noise_gains(self) -> Sequence[float]:
         """β², then ((1-β)·ŵ)² of the last mix."""
-        return [share * share for share in self._mixed]
+        if self._mixed is None:
+            return ()
+        beta, weights = self._mixed
+        shares = weights.tolist() if isinstance(weights, Tensor) else weights
+        return [beta * beta, *(((1 - beta) * weight) ** 2 for weight in shares)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()
@@ -171,6 +176,10 @@ class Momentum:
     def start(self, noise_std: float, size: int) -> Filter:
         return LowPass((-self.momentum,), (1 - self.momentum,))
 
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        return Doppler(filter_a=(-self.momentum,), filter_b=(1 - self.momentum,)).response()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doppler:
@@ -184,6 +193,11 @@ class Doppler:
 
     def start(self, noise_std: float, size: int) -> Filter:
         return LowPass(self.filter_a, self.filter_b)
+
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        answer = _response(self.filter_a, self.filter_b)
+        return [value / sum(answer) for value in answer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +213,10 @@ class Fractional:
         floor = noise_floor(noise_std, size, 0.1)
         return MemoryAfterRelease(self.filter_beta, FractionalMemory(kappa=floor, zeta=floor))
 
+    def response(self) -> Sequence[float]:
+        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
+        return mixed_response(self.filter_beta, FractionalMemory())
+
 
 # By the words of the flat spelling; a part's fields have their flat names. None is no filter at all.
 FILTERS: dict[str, type[Momentum | Doppler | Fractional] | None] = {
@@ -211,7 +229,17 @@ FILTERS: dict[str, type[Momentum | Doppler | Fractional] | None] = {
 
 def feedback_gains(beta: float, weights: Tensor) -> Sequence[float]:
     """h² of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}: what FO's feedback makes of the noise of its releases."""
-    return [h * h for h in _response(tuple(-(1 - beta) * w for w in weights.tolist()), (1.0,))]
+    return [h * h for h in feedback_response(beta, weights.tolist())]
+
+
+def feedback_response(beta: float, weights: Sequence[float]) -> Sequence[float]:
+    """h of s̃_t = z_t + (1-β)·Σ w_j·s̃_{t-j}."""
+    return _response(tuple(-(1 - beta) * weight for weight in weights), (1.0,))
+
+
+def mixed_response(beta: float, memory: WindowMemory) -> Sequence[float]:
+    """h of v_t = β·z_t + (1-β)·Σ w_j·z_{t-j} once the memory's window is full."""
+    return [beta, *((1 - beta) * weight for weight in memory.weights_when_full())]
 
 
 def _response(a: Sequence[float], b: Sequence[float]) -> list[float]:

@@ -1,0 +1,77 @@
+"""The standard image augmentations, for `Trainer(augment=…, copies=K)`: every image is treated by itself.
+
+What is drawn is drawn for a whole batch with PyTorch's functions, one number for each row, so that a private run keys
+it by record (`fodp.draws`): a record's K pictures of a step are the same whoever else is in the lot.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fodp import _checks
+from fodp._checks import ConfigurationError
+from fodp.data.cards import Card
+
+AUGMENTATIONS = ("standard", "crop", "flip", "crop+flip")
+
+
+def random_crop(images: Tensor, padding: int) -> Tensor:
+    """Images (N, C, H, W), each moved by up to `padding` pixels; what comes in at a side is the reflection."""
+    height, width = images.shape[-2:]
+    wide = F.pad(images, [padding] * 4, mode="reflect")
+    down, right = (torch.randint(2 * padding + 1, (len(images),), device=images.device) for _ in range(2))
+    windows = wide.unfold(2, height, 1).unfold(3, width, 1)  # a view: every place to cut at
+    return windows[torch.arange(len(images), device=images.device), :, down, right]
+
+
+def random_flip(images: Tensor) -> Tensor:
+    """Images (N, C, H, W), each mirrored left to right with probability one half."""
+    mirrored = torch.rand(len(images), device=images.device) < 0.5
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+@dataclass(frozen=True)
+class ImageAugmentation:
+    """Moves by up to `padding` pixels, and mirrors if `flip`; of batches (images, labels) it changes the images.
+
+    Images are of `shape` (channels, height, width), whole or flattened, as floating-point numbers.
+    """
+
+    shape: tuple[int, ...]
+    padding: int = 4
+    flip: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 3:
+            raise ConfigurationError(
+                f"images have a shape (channels, height, width), and these records {tuple(self.shape)}: leave the "
+                "augmentation out, or write one of your own"
+            )
+        _checks.whole("padding", self.padding, minimum=0, maximum=min(self.shape[1:]) - 1)
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with other images."""
+        images, *others = batch
+        moved = images.reshape(len(images), *self.shape)
+        moved = random_crop(moved, self.padding) if self.padding else moved
+        moved = random_flip(moved) if self.flip else moved
+        return type(batch)((moved.reshape(images.shape), *others))
+
+
+def augmentation(name: str, card: Card) -> ImageAugmentation:
+    """An augmentation of `AUGMENTATIONS` for a data set with this card.
+
+    standard: crop, and flip where the card says that a mirror image is of the same class (not of digits). A crop moves
+    by up to an eighth of a side: 4 pixels of 32.
+    """
+    _checks.one_of("augment", name, AUGMENTATIONS)
+    if card.schema is not None or len(card.shape) != 3:
+        raise ConfigurationError(
+            f"--augment {name} is for images (channels, height, width), and {card.name} has records of shape "
+            f"{tuple(card.shape)}: leave it out, or write an augmentation of your own for the Trainer"
+        )
+    flips = card.mirrored if name == "standard" else "flip" in name
+    return ImageAugmentation(card.shape, 0 if name == "flip" else max(1, min(card.shape[1:]) // 8), flips)
