@@ -70,7 +70,7 @@ PARAMS = {
     "adam_eps": float, "alpha": float, "bc_floor": float, "beta": float, "beta1": float, "beta2": float,
     "clip_max": float, "clip_min": float, "clip_rate": float, "compact": NoneType, "compact_error": float,
     "count_noise": NoneType, "eps": float, "filter": str, "filter_a": Each(float), "filter_b": Each(float),
-    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": float, "momentum": float,
+    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": (float, str), "momentum": float,
     "quantile": NoneType, "tau": float, "update": str, "weight_decay": float, "window": int, "zeta": NoneType,
 }  # fmt: skip
 
@@ -124,9 +124,9 @@ def checkpoint_list(seeded, ledger, callbacks):
 
 
 RESULT = {
-    "dataset": str, "model": str, "method": str, "params": PARAMS, "reason": str, "steps": int, "lost_steps": int,
-    "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float, "delta": float,
-    "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
+    "dataset": str, "model": str, "method": str, "params": PARAMS, "lr": float, "reason": str, "steps": int,
+    "lost_steps": int, "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float,
+    "delta": float, "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
 }  # fmt: skip
 
 
@@ -226,6 +226,7 @@ ABOUT_PEOPLE = (
 )
 PRINTED = (
     r"accuracy 0\.[0-9]{4} on the public test split",
+    rf"learning rate {NUMERAL}, chosen from public numbers only \(lr=auto\)",
     rf"epsilon {NUMERAL} at delta {NUMERAL}",
     r"[0-9.]+% of the budget of people is left",
     *STATEMENT,

@@ -103,6 +103,8 @@ class CommonParams:
         parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
         moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
         model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
+        `shape_sides` is outputs (back-signals alone: made-up inputs are not the data's), inputs or both, of weights
+        that lie as those of nn.Linear.
         transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
         steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
         `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
@@ -144,6 +146,7 @@ class CommonParams:
     shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
+    shape_sides: str = "outputs"
     shape_blocks: str = "parameter"
     shape_warmup: int = 50
     shape_memory: float = 100.0
