@@ -8,7 +8,7 @@ import torch
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
-from fodp._lengths import read
+from fodp._lengths import in_tensors
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.methods import Method
@@ -55,15 +55,18 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
 def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Before an update: the rate of the step that was just taken, where the method's own optimizer has a schedule.
 
-    Public numbers, and with lr="auto" and a quantile the clip norm of the step, which is made of releases.
+    Public numbers. With lr="auto" and a quantile the gradient is scaled by C/C_t, made of releases, so that its noise
+    is that of the plan's clip norm: on the device, which may be the only one to know C_t.
     """
     if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
     factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
-    if _follows_clip(run):
-        factor *= run.plan.clip_norm / read(run.last_clip_norm)  # waits for a device that knows it
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
+        if _follows_clip(run):
+            relative = run.plan.clip_norm / in_tensors(run.last_clip_norm)
+            for parameter in group["params"]:
+                parameter.grad.mul_(relative)
 
 
 def _moves(run: Run) -> bool:

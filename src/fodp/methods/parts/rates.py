@@ -23,7 +23,7 @@ fan-in and the usual initial weights all wide layers are disturbed alike; withou
   that of gradient descent over a distance, c·|θ|/(|g|·√T), with a length |g| that is known beforehand.
 * Adam divides by the size of what it gets, which is noise: its walk is √T whatever σ, C and L are, more if a filter
   made its releases smaller than what they add up to. Weight decay is left out, and so is `adam_eps`.
-* With a quantile, plain steps follow the clip norm: the rate of a step is C/C_t times the run's, by releases alone.
+* With a quantile, plain steps follow the clip norm: a release is scaled by C/C_t, which is made of releases alone.
 """
 
 import math
