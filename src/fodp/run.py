@@ -27,6 +27,7 @@ from fodp.draws import Source
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
 from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
+from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
 from fodp.noise.banded import BandedNoise
@@ -113,6 +114,7 @@ class Run:
             shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
             self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
         self.average = None if parts.average is None else RunningAverage(parts.average)
+        self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
         self._shape: Shaping | None = None
         if parts.shape is not None:
             self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
@@ -504,6 +506,8 @@ class Run:
         kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
         if self.average is not None:
             kept["average"] = self.average.state_views() if views else self.average.state_dict()
+        if self.followed is not None:
+            kept["rate"] = self.followed.state_views() if views else self.followed.state_dict()
         shape = None if self._shape is None else self._shape.state_dict()
         kept |= {} if shape is None else {"shape": shape}
         return kept | {
@@ -520,7 +524,7 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self._shape)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self.followed, self._shape)
         size = self.engine.layout.size
         return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
 
@@ -539,6 +543,8 @@ class Run:
             self._correlated.forget()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+        if self.followed is not None:
+            self.followed.load_state_dict(state["rate"])
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()
