@@ -37,6 +37,7 @@ docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/python tests/rules_page.py
 	$(BIN)/python tests/reliability_page.py
 	$(BIN)/python tests/mutants_for_tests.py
+	$(BIN)/python tests/scaling_page.py
 	$(BIN)/fodp bench --markdown docs/performance.json --out docs/images > docs/performance.md
 	$(BIN)/fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
 	$(BIN)/fodp report

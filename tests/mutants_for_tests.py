@@ -61,7 +61,7 @@ def plan(method: str, params: dict[str, Any] | None = None) -> fodp.Plan:
     """One that claims ε below 1, small enough for every attack to contradict it."""
     return fodp.Plan(
         sampling_rate=0.05, steps=50, lot_size=35, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5,
-        method=method, params=params or {}, seed=SEED,
+        method=method, params={"lr": 0.1, **(params or {})}, seed=SEED,
     )  # fmt: skip
 
 

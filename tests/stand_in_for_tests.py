@@ -113,6 +113,9 @@ def device() -> torch.device:
             setattr(module, name, lambda value=value: value)
         module.device_count, module.current_device = (lambda: 1), (lambda: 0)
         module.manual_seed_all = lambda seed: None
+        # Once registered it is every test's accelerator, whose generator PyTorch keeps and puts back.
+        module.get_rng_state = lambda device=0: torch.zeros(0, dtype=torch.uint8)
+        module.set_rng_state = lambda state, device=0: None
         module.get_amp_supported_dtype = lambda: [torch.bfloat16]
         _setup_privateuseone_for_python_backend(NAME, backend_module=module)
         library = torch.library.Library("aten", "IMPL")

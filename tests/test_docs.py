@@ -57,7 +57,7 @@ def test_the_pages_of_other_doors_run(page, package, tmp_path, monkeypatch):
     test_python_blocks_run(f"docs/{page}.md", tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "docs/tuning.md"])
 def test_shell_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks(page, "sh")

@@ -95,9 +95,10 @@ class Plan:
         if not isinstance(self.params, Mapping):
             raise ConfigurationError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
         for numbers in self._numbers().values():
-            _checks.clip_norm("clip_norm times its schedule", numbers.clip_norm)
+            _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
             self._check_scale(
-                "a scheduled noise_multiplier times clip_norm", numbers.noise_multiplier * numbers.clip_norm
+                "noise_multiplier times clip_norm, with noise_schedule and clip_schedule,",
+                numbers.noise_multiplier * numbers.clip_norm,
             )
         # Fill in the defaults, so that the plan records every number that the run will use.
         object.__setattr__(self, "params", self.algorithm.describe())

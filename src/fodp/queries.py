@@ -63,6 +63,11 @@ class Query:
             out.add_(term, alpha=factor)
         return out
 
+    @property
+    def is_number(self) -> bool:
+        """Whether the value is a single number, not a vector."""
+        return self._like.dim() == 0
+
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Room for a release, not yet filled."""
         return torch.empty_like(self._like, dtype=dtype)

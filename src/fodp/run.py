@@ -5,6 +5,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from fodp.clipping.batches import Keyed, Parts, repeat, take
 from fodp.clipping.buffers import KeptState, modules_of
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
+from fodp.clipping.layout import GradientBuffer
 from fodp.clipping.maps import share
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
+from fodp.memory import FractionalMemory
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
 from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
@@ -31,12 +34,16 @@ from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
 from fodp.noise.banded import BandedNoise
+from fodp.noise.ranges import RangedStreams
+from fodp.noise.release import Noise
 from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.prefetching import Ahead, workers_for
 from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
+from fodp.ranks.fsdp import is_sharded
+from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
 from fodp.shaping.made_up import made_up
@@ -81,20 +88,25 @@ class Run:
             wanted = "secure streams (seed=None)" if plan.seed is None else f"the seed {plan.seed}"
             raise PrivacyError(f"the plan states {wanted}, these are {streams}: leave streams out, or mend the plan")
         refuse_wrapped(model)
-        self.engine = Engine(model, loss_fn, engine)
-        self._parameters = tuple(model.parameters())
+        self.ranks = here()
+        self.shards = self._divided(model, plan)
+        with self.whole():
+            self.engine = Engine(model, loss_fn, engine)
+            self._parameters = tuple(model.parameters())
         self._fetcher, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
         self._lots_compared = 0  # with what collate_fn makes of their records alone
-        self.ranks = here()
         if self.ranks.count > 1 and plan.unit == "person":
             raise ConfigurationError(
                 "several processes divide records among them, and a person's would be clipped on each: train with "
                 "unit='person' in one process"
             )
         options = dict(copies=copies, augment=augment is not None, engine=engine, loss=type(loss_fn).__name__)
-        self.ranks.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, self._fetcher, options))
+        with self.whole():
+            self.ranks.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, self._fetcher, options))
         self.streams = self.ranks.shared(streams)
-        self._noise_streams = None if self.streams is streams else streams  # None: as all draws
+        # The first rank draws the noise, under a key of its own; of a divided model every rank that of its slices.
+        apart = self.streams is not streams and self.shards is None
+        self._noise_streams = streams if apart else None  # None: as all draws
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
         self._copies = _checks.whole("copies", copies)
         self._sampler = self._made_sampler(owners)
@@ -113,6 +125,11 @@ class Run:
         if parts.clip is not None:
             shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
             self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
+        if self.shards is not None:
+            for part in (self.state, self.filter):
+                memory = getattr(part, "memory", part)
+                if isinstance(memory, FractionalMemory):
+                    memory.over_ranks = self.shards.add
         self.average = None if parts.average is None else RunningAverage(parts.average)
         self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
         self._shape: Shaping | None = None
@@ -123,6 +140,26 @@ class Run:
         self._noise_stds: deque[Length] = deque(maxlen=RESPONSE_LENGTH)
         self.last_clip_norm: Length = plan.clip_norm  # of the step that was taken last
         self._begin()
+
+    def _divided(self, model: nn.Module, plan: Plan) -> Shards | None:
+        """The slices of a model that FSDP2 has divided; None: it is whole on every rank."""
+        divided = is_sharded(model)
+        # Before anything is gathered: a rank that does not take part would be waited for in vain.
+        self.ranks.compare(lambda _: {"whether the model is sharded (fully_shard)": b"%d" % divided})
+        if not divided:
+            return None
+        refuse_unfit_for_slices(plan)
+        return Shards(model, self.ranks)
+
+    @property
+    def _noise(self) -> Noise:
+        if self.shards is not None:
+            return RangedStreams(self.streams, self.shards.slices.ranges)
+        return self._noise_streams or self.streams
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The model with all of its parameters here; if it is divided, all ranks must enter together."""
+        return nullcontext() if self.shards is None else self.shards.whole()
 
     def _made_sampler(self, owners: Any) -> PoissonSampler:
         """Of what the plan's unit is: records, or people with the records that are theirs."""
@@ -172,7 +209,7 @@ class Run:
                 f"{self.plan.method} correlates its noise over {len(strategy)} steps and lets records take turns "
                 f"among {turns} groups: a record would be in two lots whose noise is shared"
             )
-        return BandedNoise(self._noise_streams or self.streams, strategy) if strategy != (1.0,) else None
+        return BandedNoise(self._noise, strategy) if strategy != (1.0,) else None
 
     def _begin(self) -> None:
         self._lots: list[Lot] = []
@@ -189,12 +226,10 @@ class Run:
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
-        kept = KeptState(self.engine.model, self._watched, self._parameters)
         try:
-            with self.ranks.together():
-                released = self._made_step(kept)
+            with self.ranks.together(), self.whole():
+                released = self._made_step()
         except BaseException:
-            kept.restore()  # un-noised statistics must not outlive a step that broke off
             self.step += bool(self._lots)
             raise
         self.last_clip_norm = self.clip_norm
@@ -204,16 +239,21 @@ class Run:
         self.step += 1
         return self.filter(released)
 
-    def _made_step(self, kept: KeptState) -> Tensor:
+    def _made_step(self) -> Tensor:
         """What the method releases, if it is what the plan promised and the model has kept nothing."""
-        if self._shape is not None:
-            self._shape.factors(self.step)
         context = self if self.method.parts.schedules is None else _Scheduled(self)
-        released = self.method.step(context, self.state)
-        kept.refuse_changes()
-        emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
-        if not _same(emitted, self._promised()):
-            raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
+        kept = KeptState(self.engine.model, self._watched, self._parameters)
+        try:
+            if self._shape is not None:
+                self._shape.factors(self.step)
+            released = self.method.step(context, self.state)
+            kept.refuse_changes()
+            emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
+            if not _same(emitted, self._promised()):
+                raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
+        except BaseException:
+            kept.restore()  # un-noised statistics must not outlive a step that broke off
+            raise
         return released
 
     def set_augmentation_aside(self) -> None:
@@ -266,6 +306,10 @@ class Run:
         self.engine.look_again = self._looks_again()
         if self._own_collate and (self._lots_compared < LOTS_COMPARED or self._looks_again()):
             self._refuse_mixing_collate(lot)
+        if (
+            self.shards is not None and at is not HERE
+        ):  # passes are made at whole points, and a method knows its slices of them
+            at = tuple((c, None if offset is None else self.shards.slices.gather(offset)) for c, offset in at)
         return self._asked(self._batch(lot), lot, at, ascent, blocks)
 
     def _asked(
@@ -283,7 +327,8 @@ class Run:
             exact=self.plan.exact_noise,
             layers=self.layers,
             stability=self.method.parts.stability,
-            total=self.ranks.total,
+            total=self.ranks.total if self.shards is None else self.shards.total,
+            sizes=None if self.shards is None else self.shards.slices.sizes,
         )
         asked = asked if self._shape is None else asked.shaped(self._shape.factors(self.step))
         return asked if blocks is None else asked.scaled(blocks)
@@ -427,8 +472,10 @@ class Run:
         return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
     def _noised(self, query: Query, std: Length, name: str, noise: BandedNoise | None = None) -> Tensor:
-        """One release for all ranks: made on the first."""
-        source = noise or self._noise_streams or self.streams
+        """One release for all ranks, made on the first; of a vector in slices, each rank makes its own."""
+        source = noise or self._noise
+        if self.shards is not None and not query.is_number:
+            return self.add_noise(query, std, source, self.step, name)
         return self.ranks.from_first(
             lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
         )
@@ -471,14 +518,44 @@ class Run:
     def noise_share(self, parameter: Tensor) -> float:
         """What share of that variance the noise of a parameter has: the mean squared factor of its way back."""
         if self._shape is not None:
-            for known, factor in zip(self.engine.layout.parameters, self._shape.current, strict=True):
+            for known, factor in zip(self.trained, self._shape.current, strict=True):
                 if known is parameter:
                     return share(factor)
         return 1.0
 
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The parameters that an optimizer moves, in their order in a flat vector; divided ones of a divided model."""
+        return self.engine.layout.parameters if self.shards is None else self.shards.trained
+
+    @property
+    def size(self) -> int:
+        """How many numbers a release has here: the model's, or those of this rank's slices."""
+        return self.engine.layout.size if self.shards is None else self.shards.slices.size
+
     def parameters(self) -> Tensor:
-        """The model's trainable parameters as one flat vector."""
-        return self.engine.layout.read()
+        """The model's trainable parameters as one flat vector; this rank's slices of them, if it has slices."""
+        return self.engine.layout.read() if self.shards is None else self.shards.read()
+
+    def set_parameters(self, flat: Tensor) -> None:
+        """Put back what `parameters` gave."""
+        if self.shards is None:
+            self.engine.layout.write(flat)
+        else:
+            self.shards.write(flat)
+
+    def norm(self, vector: Tensor) -> Tensor:
+        """The ℓ2 norm of a release, or of anything else of its form: over all ranks where each has slices."""
+        return vector.norm() if self.shards is None else self.shards.norm(vector)
+
+    def is_finite(self) -> bool:
+        """Whether all trainable parameters are; all ranks must ask."""
+        here = bool(self.parameters().isfinite().all())
+        return here if self.shards is None else self.shards.add([float(not here)])[0] == 0
+
+    def gradient_buffer(self) -> GradientBuffer | ShardedGradients:
+        """Where releases become gradients."""
+        return GradientBuffer(self.engine.layout) if self.shards is None else ShardedGradients(self.shards)
 
     def uniform(self, count: int, name: str) -> Tensor:
         """Uniform numbers in [0, 1) from the run's own stream, the same on all ranks."""
@@ -490,7 +567,8 @@ class Run:
         if self._public_score is None:
             raise PrivacyError(f"{self.plan.method} scores proposals on public data: give the Trainer public_score")
         score = self._public_score
-        return self.ranks.number(lambda: float(score()))
+        with self.whole():
+            return self.ranks.number(lambda: float(score()))
 
     def state_dict(self, *, views: bool = False) -> dict[str, Any]:
         """Method state, filter and clip norm: releases and public numbers only.
@@ -525,8 +603,7 @@ class Run:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
         parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self.followed, self._shape)
-        size = self.engine.layout.size
-        return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
+        return sum(part.bytes_when_full(self.size) for part in parts if hasattr(part, "bytes_when_full"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
@@ -577,6 +654,30 @@ class Run:
 
     def _promised(self) -> tuple[Event, ...]:
         return self.plan.events_at(self.step)
+
+
+def refuse_unfit_for_slices(plan: Plan) -> None:
+    """Raise for what a divided model cannot be trained with."""
+    kind = type(plan.algorithm)
+    if plan.exact_noise:
+        raise ConfigurationError("exact noise is drawn whole, by one rank: leave exact_noise out, or the model whole")
+    shape, average = plan.algorithm.parts.shape, plan.algorithm.parts.average
+    if shape is not None and shape.shape in ("kronecker", "transcript"):
+        raise ConfigurationError(
+            f"shape={shape.shape!r} learns from whole releases or models, and ranks hold slices: use shape='fan-in', "
+            "numbers of your own, or leave the model whole"
+        )
+    if average is not None:
+        raise ConfigurationError(
+            "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
+            "WeightAverage, or leave the model whole"
+        )
+    if not (kind.__module__.startswith("fodp.methods.") or vars(kind).get("takes_slices", False)):
+        raise ConfigurationError(
+            f"{plan.method} is no method of this library, and on a sharded model its step would see slices of releases "
+            "and parameters: take norms with run.norm, keep vectors of a release's form in flat tensors, then set "
+            "takes_slices = True on the class"
+        )
 
 
 class _Scheduled:

@@ -138,7 +138,7 @@ def test_a_refusal_of_the_run_is_a_finding():
             return run.parameters()
 
     with registered(Silent):
-        for finding in attacks(plan("silent")):
+        for finding in attacks(plan("silent", dict(lr=0.1))):
             assert "refused" in finding.faults[0]
 
 

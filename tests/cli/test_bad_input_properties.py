@@ -265,6 +265,7 @@ WORDS = [
     "ledger",
     "reproduce",
     "report",
+    "tune",
     "--json",
     "--set",
     "--resume",

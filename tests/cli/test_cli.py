@@ -16,7 +16,7 @@ from safetensors import safe_open
 import fodp
 from fodp.cli import waiting
 from fodp.cli.main import main
-from fodp.methods import METHODS
+from fodp.methods import METHODS, recipe
 
 QUICK = ["--epochs", "1", "--quiet", "--noise-multiplier", "2", "--accountant", "rdp", "--seed", "0", "--threads", "1"]
 
@@ -129,6 +129,25 @@ class TestTrain:
         refused = run(capsys, "train", *words, "--shape", "wide", "--out", str(tmp_path / "s"))
         assert refused[0] != 0
         assert "shape" in refused[2]
+
+    def test_without_a_word_about_the_method_it_is_the_recipe(self, capsys, tmp_path):
+        def params(*words):
+            code, out, err = run(
+                capsys, "train", "--target-epsilon", "4", "--epochs", "1", "--quiet", "--json", "--threads", "1",
+                "--out", str(tmp_path / str(len(words))), *words,
+            )  # fmt: skip
+            assert code == 0, err
+            result = json.loads(out.splitlines()[-1])
+            return result["method"], result["params"]
+
+        method, given = params()
+        assert method == recipe.METHOD
+        assert {name: given[name] for name in recipe.PARAMS} == recipe.PARAMS
+        method, given = params("--lr", "0.5")  # a rate of one's own, in the recipe's shape
+        assert (method, given["lr"], given["shape"]) == (recipe.METHOD, 0.5, recipe.PARAMS["shape"])
+        assert params("--set", "beta=0.8", "--lr=0.1")[0] == "fo-dp-sgd"
+        method, given = params("--preset", "paper", "--dataset", "digits")
+        assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)
 
     def test_noise_and_target_together_stop_early(self, capsys, tmp_path):
         _, out, _ = run(

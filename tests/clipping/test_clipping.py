@@ -851,8 +851,8 @@ def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch)
     held: list[int] = []
     original = module._Pass.of_rows
 
-    def spy(engine, rows, blocks):
-        return held.append(len(rows)) or original(engine, rows, blocks)
+    def spy(engine, rows, *rest):
+        return held.append(len(rows)) or original(engine, rows, *rest)
 
     monkeypatch.setattr(module._Pass, "of_rows", staticmethod(spy))
     for entries, expected in ((1, [1] * 7), (3 * len(truth), [3, 3, 1]), (1 << 23, [7])):

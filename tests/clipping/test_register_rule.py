@@ -91,7 +91,7 @@ def loop_of_ones_own(kind=Scale):
 def test_make_private_takes_it():
     fodp.register_rule(Scale, right)
     mine, reference = loop_of_ones_own(), network()
-    Trainer(reference, losses, data(), plan("dp-sgd")).fit()
+    Trainer(reference, losses, data(), plan("dp-sgd", dict(lr=0.1))).fit()
     for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 

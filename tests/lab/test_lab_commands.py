@@ -36,7 +36,8 @@ def test_help_of_reproduce_names_every_experiment(capsys):
 
 REPRODUCE = {"only": st.one_of(st.sampled_from(NAMES), text), "seeds": st.one_of(small, odd), "lr": mostly_plain,
              "jobs": st.one_of(small, odd), "challenge": st.one_of(st.sampled_from(["dp-sgd", "disk"]), text),
-             "label": text, "set": st.one_of(st.just("momentum=0.5"), text), "import": text}  # fmt: skip
+             "label": text, "ray": st.one_of(st.sampled_from(["local", "auto", "host:6379"]), text),
+             "set": st.one_of(st.just("momentum=0.5"), text), "import": text}  # fmt: skip
 
 
 @settings(max_examples=60)
@@ -72,7 +73,7 @@ def test_a_record_that_lacks_something_is_refused_by_its_line_and_kept(tmp_path,
 @settings(max_examples=30)
 @given(words=st.lists(st.one_of(
     st.tuples(st.sampled_from(["--rounds", "--workload", "--markdown", "--out"]), st.one_of(odd, text)).map("=".join),
-    st.sampled_from(["--quick", "--scaling", "--paper-run", "--all", "--no-peers", "--json"]),
+    st.sampled_from(["--quick", "--scaling", "--paper-run", "--all", "--no-peers", "--json", "--ranks"]),
 ), max_size=3))  # fmt: skip
 def test_a_benchmark_begins_or_is_refused_in_one_line(words):
     """Nothing is measured."""
@@ -87,4 +88,6 @@ def test_a_benchmark_begins_or_is_refused_in_one_line(words):
         ):
             patch.setattr(f"fodp_lab.bench.{name}", lambda *_: {})
         patch.setattr(bench_command, "_workload", lambda *_: {})
+        patch.setattr("fodp_lab.bench.ranks.measured", lambda *_: iter([]))
+        patch.setattr("fodp_lab.bench.ranks_page.measured", lambda *_: "")
         run("bench", *words)

@@ -177,7 +177,7 @@ def test_the_clip_norm_and_the_noise_of_a_step_are_the_scheduled_ones():
         (dict(noise_schedule=((0, 0.0),)), "noise_schedule"),
         (dict(noise_schedule="fast"), "noise_schedule"),
         (dict(clip_schedule=((0, -1.0),)), "clip_schedule"),
-        (dict(clip_schedule=((0, 1e-300),)), "clip_norm times its schedule"),
+        (dict(clip_schedule=((0, 1e-300),)), "clip_norm times clip_schedule"),
         (dict(clip_schedule=2.0, quantile=0.5), "leave one of them out"),
     ],
 )

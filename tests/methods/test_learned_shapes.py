@@ -19,7 +19,7 @@ from fodp.run import Run
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
 
-KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2)
+KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2, shape_sides="both")
 TRANSCRIPT = dict(shape="transcript", width=2.0, shape_warmup=1, shape_memory=3.0)
 ROWS = dict(shape_blocks="row", **TRANSCRIPT)
 SHAPES = [KRONECKER, TRANSCRIPT, ROWS]
@@ -68,7 +68,7 @@ def matrices(run):
 def test_a_step_is_what_it_is_by_hand(given):
     """Map, clip as a whole, sum, add the same noise, map again: at every step with the maps of that step."""
     batch = data().tensors
-    training = trainer(plan("dp-sgd", given, sampling_rate=1.0, clip_norm=0.1, steps=4))
+    training = trainer(plan("dp-sgd", {**given, "lr": 0.1}, sampling_rate=1.0, clip_norm=0.1, steps=4))
     for step in range(4):
         run, model = training.run, training.model
         gradients = []
@@ -117,6 +117,19 @@ def test_kronecker_whitens_what_the_layers_are_given_and_get_back():
     given = trainer(plan("dp-sgd", {**KRONECKER, "shape_every": 0}), public_sample=sample)
     first = maps_at(given, 1)[0][:40, :40]
     assert first[0, 0] < 0.5 * first[1, 1]  # the input that is large in the public sample counts for less
+
+
+def test_one_side_alone_is_mapped_if_that_is_asked_for():
+    both, inputs, outputs = (
+        trainer(plan("dp-sgd", {**KRONECKER, "shape_sides": sides})) for sides in ("both", "inputs", "outputs")
+    )
+    for training in (both, inputs, outputs):
+        training._one_step()
+    weights = [training.run._shape.current[0] for training in (both, inputs, outputs)]
+    assert [(w.left is None, w.right is None) for w in weights] == [(False, False), (True, False), (False, True)]
+    assert torch.equal(weights[0].left.gains, weights[2].left.gains)
+    biases = [training.run._shape.current[1] for training in (inputs, outputs)]
+    assert [isinstance(b, Kronecker) and b.left is not None for b in biases] == [False, True]
 
 
 def test_kronecker_leaves_generators_and_the_run_s_own_engine_alone():
@@ -192,6 +205,8 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
         (dict(shape="kronecker", shape_damping=0.0), "shape_damping"),
         (dict(shape="kronecker", shape_every=-1), "shape_every"),
         (dict(shape="kronecker", shape_inputs="white"), "shape_inputs"),
+        (dict(shape="kronecker", shape_sides="left"), "shape_sides"),
+        (dict(shape="transcript", shape_sides="both"), "shape_sides does nothing without"),
         (dict(shape="transcript", shape_memory=0.5), "shape_memory"),
         (dict(shape="transcript", shape_warmup=0), "shape_warmup"),
         (dict(shape="transcript", shape_floor=2.0, shape_ceiling=1.0), "exchange them"),
@@ -222,7 +237,8 @@ def test_a_loop_of_ones_own_learns_the_same_from_its_releases(given):
         optimizer.zero_grad()
         losses(model, batch).mean().backward()
         optimizer.step()
-    twin = trainer(the_plan, network(torch.float32), dataset)
+    other = network(torch.float32)
+    twin = trainer(the_plan, other, dataset, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
     twin.fit()
     assert torch.allclose(flat(model), flat(twin.model), atol=1e-5)
 

@@ -84,7 +84,7 @@ def test_words_are_those_of_the_largest_table_and_the_first_come_most():
     assert labels.max() == 2
     plan = fodp.Plan(
         sampling_rate=0.5, steps=3, lot_size=15, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0,
-        method="dp-sgd", params=dict(shape="kronecker"),
+        method="dp-sgd", params=dict(shape="kronecker", shape_sides="both"),
     )  # fmt: skip
     trainer = fodp.Trainer(model, losses, data, plan)
     trainer.fit()
@@ -116,7 +116,7 @@ def test_images_train_with_either_model(model):
     data = TensorDataset(torch.randn(40, 3, 8, 8), torch.randint(0, 4, (40,)))
     plan = fodp.Plan(
         sampling_rate=0.5, steps=3, lot_size=20, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0,
-        method="dp-sgd", params=dict(shape="kronecker", shape_every=2),
+        method="dp-sgd", params=dict(shape="kronecker", shape_every=2, shape_sides="both"),
     )  # fmt: skip
     trainer = fodp.Trainer(build(model, card), losses, data, plan)
     trainer.fit()

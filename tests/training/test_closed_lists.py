@@ -70,7 +70,7 @@ PARAMS = {
     "adam_eps": float, "alpha": float, "bc_floor": float, "beta": float, "beta1": float, "beta2": float,
     "clip_max": float, "clip_min": float, "clip_rate": float, "compact": NoneType, "compact_error": float,
     "count_noise": NoneType, "eps": float, "filter": str, "filter_a": Each(float), "filter_b": Each(float),
-    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": float, "momentum": float,
+    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": (float, str), "momentum": float,
     "quantile": NoneType, "tau": float, "update": str, "weight_decay": float, "window": int, "zeta": NoneType,
 }  # fmt: skip
 
@@ -124,9 +124,9 @@ def checkpoint_list(seeded, ledger, callbacks):
 
 
 RESULT = {
-    "dataset": str, "model": str, "method": str, "params": PARAMS, "reason": str, "steps": int, "lost_steps": int,
-    "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float, "delta": float,
-    "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
+    "dataset": str, "model": str, "method": str, "params": PARAMS, "lr": float, "reason": str, "steps": int,
+    "lost_steps": int, "final_accuracy": float, "best_accuracy": float, "final_loss": float, "epsilon": float,
+    "delta": float, "noise_multiplier": float, "accountant": str, "randomness": str, "out": str,
 }  # fmt: skip
 
 
@@ -226,6 +226,7 @@ ABOUT_PEOPLE = (
 )
 PRINTED = (
     r"accuracy 0\.[0-9]{4} on the public test split",
+    rf"learning rate {NUMERAL}, chosen from public numbers only \(lr=auto\)",
     rf"epsilon {NUMERAL} at delta {NUMERAL}",
     r"[0-9.]+% of the budget of people is left",
     *STATEMENT,
@@ -245,6 +246,7 @@ def unlisted_lines(text, patterns):
 def test_files_of_a_command_line_run(tmp_path, capsys, seeded, shared):
     folder, book = tmp_path / "r", tmp_path / "l.sqlite"
     words = ["train", "--epochs=2", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet", "--json"]
+    words += ["--method=fo-dp-sgd"]
     words += ["--seed=5"] if seeded else []
     words += [f"--ledger={book}", "--dataset-name=people", "--budget=3,1e-5"] if shared else []
     assert main([*words, "--out", str(folder)]) == 0
@@ -507,6 +509,7 @@ def test_files_of_a_run_about_people(tmp_path):
     folder, owners = tmp_path / "r", tmp_path / "owners.txt"
     owners.write_text("".join(f"Ottilie Nummer {i % 479}\n" for i in range(1437)))
     words = ["train", "--epochs=2", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
+    words += ["--method=fo-dp-sgd"]
     words += ["--owners", str(owners), "--records-per-person=3", "--assume-people=500"]
     assert main([*words, "--out", str(folder)]) == 0
     plan = {**plan_list(False), **PEOPLE, "person_gradient": str}

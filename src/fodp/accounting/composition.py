@@ -175,8 +175,11 @@ def calibrate_scale(
     target_epsilon: float,
     delta: float,
     accountant: str = "pld",
+    price: Callable[[Sequence[Phase]], float] | None = None,
 ) -> float:
     """The smallest noise x, to within 1% of ε, at which `phases_at(x)` costs at most `target_epsilon`.
+
+    `price` says what phases cost where it is not the ε of making them once.
 
     Guarantee: the returned x was itself evaluated and its ε is not above the target. More noise must not
     cost more. Releases that do not depend on x may be among the phases; if they, or anything else, keep ε
@@ -187,7 +190,8 @@ def calibrate_scale(
 
     @functools.cache
     def cost(noise: float) -> float:
-        return epsilon_of(phases_at(noise), delta, accountant)
+        phases = phases_at(noise)
+        return epsilon_of(phases, delta, accountant) if price is None else price(phases)
 
     # From a guess, two bounds that are close together: ε(low) > target >= ε(high).
     low = high = _guess(phases_at, target, delta)

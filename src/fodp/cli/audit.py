@@ -12,7 +12,7 @@ from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp._extras import MissingExtra
 from fodp._files import atomically
-from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
+from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,9 +97,10 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
         said = RunFolder(options.run_folder).read_config()
         if "plan" not in said:
             raise LedgerError(f"the configuration in {options.run_folder} lacks plan: restore a copy of it")
-    elif "target_epsilon" not in said:
+        return {**_DEFAULTS, **said}
+    if "target_epsilon" not in said:
         said.setdefault("noise_multiplier", 1.0)
-    return {**_DEFAULTS, **said}
+    return completed(said, _DEFAULTS)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from fodp._checks import PrivacyError
-from fodp.cli import audit, export, ledger, methods, privacy, train
+from fodp.cli import audit, export, ledger, methods, privacy, train, tune
 
 GROUP = "fodp.commands"  # entry points, each a `Command`
 _OF_THE_LAB = ("reproduce", "report", "bench")
@@ -46,6 +46,7 @@ OWN = (
     Command("methods", "List the private optimizers and their parameters.", methods.options, methods.run),
     Command("audit", "Attack a plan from outside: does its epsilon stand?", audit.options, audit.run, audit.EPILOG),
     Command("ledger", "What was spent on which data, and what is left.", ledger.options, ledger.run, ledger.EPILOG),
+    Command("tune", "Search for parameters, sealed: only the best run leaves.", tune.options, tune.run, tune.EPILOG),
     Command("export", "Write what may be published of a run.", export.options, export.run),
 )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = dict(
     dataset="digits", model="mlp", method="fo-dp-sgd", delta=1e-5, clip_norm=1.0, accountant="pld"
 )
+_OF_THE_METHOD = {"method", "set", "shape"}
 
 _TABLES = (".csv", ".tsv")
 _OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads")
@@ -32,7 +33,11 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     add = parser.add_argument
     add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100 or svhn")
     add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
-    add("--method", metavar="NAME", help="private optimizer, default fo-dp-sgd (see `fodp methods`)")
+    add(
+        "--method",
+        metavar="NAME",
+        help="private optimizer (`fodp methods`); default: a recipe without tuning",
+    )
     add("--set", action="append", metavar="NAME=VALUE", help="a parameter of the method; may be repeated")
     add_import(parser)
     add("--lr", type=_rate, help="learning rate; default auto: from public numbers, without tuning")
@@ -94,6 +99,17 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
             raise ConfigurationError("--dataset names a data set of fodp, --data a file of your own: give one of them")
         said["dataset"] = said.pop("data")
     return said
+
+
+def completed(said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
+    from fodp.methods import recipe
+
+    config = {**defaults, **(preset or {}), **said}
+    if preset or _OF_THE_METHOD & said.keys():
+        return config
+    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}  # a rate that was said wins
+    return {**config, "method": recipe.METHOD, "set": params}
 
 
 def public_plan(options: argparse.Namespace, **noise: Any) -> "Plan":

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import fodp
 from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError
-from fodp.cli.job import DEFAULTS, add_options, given, load_data, make_plan, use_threads
+from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
 from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
-from fodp.cli.ranks import joined
+from fodp.cli.ranks import divide, joined
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -51,7 +51,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
 _SAVING = 0.02  # of the time may go into checkpoints
 _MOST_COPIES = 1024
 # What may be said anew when resuming; everything else belongs to the run.
-_ANEW = ("resume", "preset", "ledger", "allow_changed_data", "allow_other_name", "no_budget", "wait", "rank_timeout")
+_ANEW = (
+    "resume",
+    "preset",
+    "ledger",
+    "allow_changed_data",
+    "allow_other_name",
+    "no_budget",
+    "wait",
+    "rank_timeout",
+    "sharded",
+)
 _OF_THE_RUN = {"plan", "run", "fodp", "card", "model_code"}  # written beside the options
 
 
@@ -80,6 +90,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
     add("--rank-timeout", type=float, metavar="SECONDS", help="under torchrun: wait so long for a rank, default 300")
+    add("--sharded", action="store_true", default=None, help="under torchrun: each rank holds a slice of the model")
     add("--out", metavar="DIR", help="run folder (default: a fresh one under runs/)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
@@ -134,6 +145,8 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     model = build(config["model"], splits.card)
     rehearse(config["model"], model, splits.card)
     model.to(device)
+    if options.sharded:
+        divide(model, ranks)
 
     callbacks: list[Callback] = [*_scoring(config, splits), CSVLog(folder.metrics)]
     if not options.quiet and ranks.is_first:
@@ -344,7 +357,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = {**_DEFAULTS, **preset, **said}
+    config = completed(said, _DEFAULTS, preset)
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise ConfigurationError(

@@ -49,7 +49,8 @@ class Gradients:
     owner with all of their rows, whose gradients are averaged (or summed) before anything is clipped; nobody is split.
     `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
     `exact` sums over examples in float64, whatever the model's type is.
-    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`).
+    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where
+    it leaves a part of the sum here, `sizes` says how many numbers of each parameter.
     `shape` holds public factors or maps, one per parameter, that scale its part of every gradient before clipping and
     that of the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
     `layers` clips by layer: places of its parameters and its share of the bound, squared shares summing to one.
@@ -68,6 +69,7 @@ class Gradients:
     shape: tuple[Factor, ...] | None = None
     stability: float | None = None
     total: Callable[[Tensor], Tensor] = _as_it_is
+    sizes: tuple[int, ...] | None = None
     _kept: list["_Pass"] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +118,8 @@ class Gradients:
                 del part  # before the next one is recorded
         blocks = None
         if self.shape is not None:
-            blocks = tuple((p.numel(), b) for p, b in zip(layout.parameters, self.shape, strict=True))
+            sizes = tuple(p.numel() for p in layout.parameters) if self.sizes is None else self.sizes
+            blocks = tuple(zip(sizes, self.shape, strict=True))
         return self._query(total if accumulate else total.zero_(), bound, blocks)
 
     def norm_sum(self, clip_norm: Length) -> Query:

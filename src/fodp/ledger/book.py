@@ -1,6 +1,7 @@
 """The ledger: runs and budgets of data sets, and the hold that one running training has on it."""
 
 import getpass
+import json
 import math
 import socket
 import uuid
@@ -212,19 +213,33 @@ class Ledger:
         left = budget.capacity - self.store.others_taken(dataset, mine.run)
         return max(0.0, min(float(costs[mine.steps]), left))
 
-    def charge_selection(self, phases: Sequence[Phase], repetitions: Repetitions, *, unit: str = "record") -> str:
+    def charge_selection(
+        self,
+        phases: Sequence[Phase],
+        repetitions: Repetitions,
+        *,
+        unit: str = "record",
+        name: str | None = None,
+        fingerprint: str | None = None,
+    ) -> str:
         """Charge for releasing the best of `repetitions.draw()` runs of `phases`; returns the charge's id.
 
-        `unit` is that of the runs' plans.
+        `unit` is that of the runs' plans, `fingerprint` that of their data. With `name`, an id that only this selection
+        has, a charge that is in the ledger already is not made again.
 
         The runs themselves then go without this ledger, and nothing of them but the best one may be looked at.
         """
         if self.dataset is None:
             raise ConfigurationError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
-        run, budget = f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
+        run, budget = name or f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
         curve = repetitions.rdp(phases)
         data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
         with self.store.writing():
+            known = self.store.of_run(run).first
+            if known:
+                self._refuse_other_selection(self.store.entry(known), data)
+                self._check_fingerprint(self.dataset, "", fingerprint)
+                return run
             self._agree_on_unit(self.dataset, unit)
             stored = self.budget(self.dataset)
             self._refuse_other_budget(self.dataset, stored)
@@ -235,9 +250,16 @@ class Ledger:
                 if stored is None:
                     self._refuse_late_budget(self.dataset)
                     self._append_budget(self.dataset, budget)
+            self._check_fingerprint(self.dataset, "", fingerprint)
             steps = sum(phase.steps for phase in phases)
             self.store.append("selection", self.dataset, run, steps=steps, rdp=rdp, data=data)
         return run
+
+    def _refuse_other_selection(self, known: Entry, data: Mapping[str, Any]) -> None:
+        """A name stands for one price."""
+        same = all(json.dumps(known.data.get(word)) == json.dumps(data[word]) for word in ("phases", "mean", "shape"))
+        if known.kind != "selection" or known.dataset != self.dataset or not same:
+            raise LedgerError(f"{self.path} knows {known.run!r} as something else: a selection is charged as it began")
 
     def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
         """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""

@@ -106,6 +106,8 @@ class CommonParams:
         parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
         moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
         model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
+        `shape_sides` is outputs (back-signals alone: made-up inputs are not the data's), inputs or both, of weights
+        that lie as those of nn.Linear.
         transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
         steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
         `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
@@ -147,6 +149,7 @@ class CommonParams:
     shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
+    shape_sides: str = "outputs"
     shape_blocks: str = "parameter"
     shape_warmup: int = 50
     shape_memory: float = 100.0
@@ -322,6 +325,9 @@ class StepContext(Protocol):
     def parameters(self) -> Tensor:
         """The model's trainable parameters as one flat vector: public, made of releases."""
 
+    def norm(self, vector: Tensor) -> Tensor:
+        """The ℓ2 norm of a release or a vector like it, whole also where this process holds slices of it."""
+
     def noise_variance(self) -> float | Tensor:
         """Variance per coordinate of the noise in what the optimizer gets."""
 
@@ -356,6 +362,7 @@ class Method:
     correlates_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
+    takes_slices: ClassVar[bool] = False  # True, for this very class: its step is right on slices of a sharded model
     owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
 

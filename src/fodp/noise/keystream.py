@@ -7,6 +7,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 MARGIN: Final = 16  # bytes a buffer has to spare: `cryptography` may ask for room for one block more than it writes
+_BLOCK: Final = 16  # bytes that one value of the counter makes
 _ZEROS: Final = memoryview(bytes(1 << 19))  # the keystream is the encryption of zeros
 
 
@@ -19,10 +20,13 @@ def encrypted(key: bytes, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 class Keystream:
-    """The pseudo-random bytes of a 32-byte key, one after another, made by `cryptography`."""
+    """The pseudo-random bytes of a 32-byte key from byte `start` on, one after another, made by `cryptography`."""
 
-    def __init__(self, key: bytes):
-        self._cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    def __init__(self, key: bytes, start: int = 0):
+        block, within = divmod(start, _BLOCK)
+        if within:
+            raise ValueError(f"a keystream begins at a whole block of {_BLOCK} bytes, not at byte {start}")
+        self._cipher = Cipher(algorithms.AES256(key), modes.CTR(block.to_bytes(_BLOCK, "big"))).encryptor()
 
     def fill(self, buffer: npt.NDArray[np.uint8], size: int) -> None:
         """Write the next bytes to the beginning of a buffer that is larger than `size` by the margin."""

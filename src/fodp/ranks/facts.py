@@ -21,19 +21,24 @@ from fodp.sampling import Fetcher, origins, tensor_columns
 _WHOLE = 2**28  # bytes of data that are compared whole; of more, rows at random places
 _ROWS = 2**16  # that many
 _RECORDS = 32  # of a data set that must be read record by record
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise for a model that sums gradients over ranks by itself, before they are clipped, or holds shards of them."""
+    """Raise for a model that sums gradients over ranks by itself, before they are clipped, or holds unknown shards.
+
+    What FSDP2 has divided is known (`fodp.ranks.shards`).
+    """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     found = next((name for name in _WRAPPERS if name in kinds), None)
-    if found is None and any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+    divided = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if found is None and divided and "FSDPModule" not in kinds:
         found = "DTensor"
     if found is not None:
         raise ConfigurationError(
             f"{found} divides a model or sums its gradients over processes without clipping: give the plain model, "
-            "whole on every rank (model.module of a wrapper); ranks are summed by fodp itself"
+            "whole on every rank (model.module of a wrapper), or one divided by FSDP2's fully_shard(model); ranks are "
+            "summed by fodp itself"
         )
 
 

@@ -15,7 +15,7 @@ one of them ends all of them at the same place, and ranks that do different thin
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import IntEnum
@@ -51,7 +51,10 @@ class Disagreement(ConfigurationError):
 class _Act(IntEnum):
     """What ranks meet for."""
 
-    COMPARE, SUM, SEND, TURN, END = range(1, 6)
+    COMPARE, SUM, SEND, TURN, END, GATHER, SCATTER, ADD = range(1, 9)
+
+
+_SIZED = (_Act.SUM, _Act.SEND, _Act.GATHER, _Act.SCATTER, _Act.ADD)  # all ranks must do these with as many numbers
 
 
 class Turn(NamedTuple):
@@ -101,6 +104,18 @@ class Alone:
         """A text that the first rank makes; it ends what ranks do together."""
         return make()
 
+    def added(self, numbers: Tensor) -> Tensor:
+        """The sum of all ranks' numbers, on every rank."""
+        return numbers
+
+    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+        """Of each of some flat tensors, `size` numbers in all: those of all ranks, one after another."""
+        yield from parts
+
+    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+        """Of each of some flat tensors: its sum over the ranks, in as many equal parts as there are, this rank's."""
+        yield from wholes
+
     def turn(self, said: Turn) -> Turn:
         """What all ranks do next, from what each of them wants."""
         return said
@@ -111,6 +126,11 @@ class Alone:
     @contextmanager
     def together(self) -> Iterator[None]:
         """While in here, an exception on one rank ends all of them."""
+        yield
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """While in here, a lost connection is another rank's end."""
         yield
 
 
@@ -169,7 +189,7 @@ class Group(Alone):
         """Sum to the first rank; what the others have is wiped, for only the release is theirs."""
         self._meet(_Act.SUM, part.numel())
         there = part.to(self._device)
-        with self._reached():
+        with self.reached():
             dist.reduce(there, 0)
         if not self.is_first:
             return part.zero_()
@@ -180,7 +200,7 @@ class Group(Alone):
         made = make() if self.is_first else room()
         self._meet(_Act.SEND, made.numel())
         there = made.to(self._device).contiguous()
-        with self._reached():
+        with self.reached():
             dist.broadcast(there, 0)
         return made if there is made else made.copy_(there)
 
@@ -197,9 +217,37 @@ class Group(Alone):
         data = make().encode() if self.is_first else b""
         length = self._meet(_Act.END, len(data))[0][0]
         sent = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8).to(self._device)
-        with self._reached():
+        with self.reached():
             dist.broadcast(sent, 0)
         return sent.cpu().numpy().tobytes().decode()
+
+    def added(self, numbers: Tensor) -> Tensor:
+        """An all-reduce of a few numbers in float64; what was given stays as it is."""
+        self._meet(_Act.ADD, numbers.numel())
+        there = numbers.to(self._device, torch.float64, copy=True)
+        with self.reached():
+            dist.all_reduce(there)
+        return there.to(numbers)
+
+    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+        """All-gathers, after one meeting for all of them."""
+        self._meet(_Act.GATHER, size)
+        for part in parts:
+            there = part.to(self._device)
+            whole = there.new_empty(self.count * there.numel())
+            with self.reached():
+                _all_gather(whole, there)
+            yield whole.to(part.device)
+
+    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+        """Reduce-scatters, after one meeting for all of them."""
+        self._meet(_Act.SCATTER, size)
+        for whole in wholes:
+            there = whole.to(self._device)
+            part = there.new_empty(there.numel() // self.count)
+            with self.reached():
+                _reduce_scatter(part, there)
+            yield part.to(whole.device)
 
     def turn(self, said: Turn) -> Turn:
         """Stop if anybody was asked to; where the run ends is the first rank's to say, who has the ledger."""
@@ -257,7 +305,7 @@ class Group(Alone):
         if ended and not failed:
             self._over = f"rank {ended[0]} has ended with an exception, see its own messages"
             raise RankLost(f"{self._over}: this rank ends too; what was used stays charged, and the run can be resumed")
-        sized = act in (_Act.SUM, _Act.SEND)
+        sized = act in _SIZED
         for rank, row in enumerate(said):
             if not failed and (row[1:3] != said[0][1:3] or (sized and row[3] != said[0][3])):
                 self._over = f"rank {rank} does something else than rank 0"
@@ -267,7 +315,7 @@ class Group(Alone):
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(self._device)
         said = [torch.empty_like(mine) for _ in range(self.count)]
-        with self._reached():
+        with self.reached():
             dist.all_gather(said, mine)
         return [row.cpu() for row in said]
 
@@ -275,13 +323,13 @@ class Group(Alone):
         """32 bytes that all ranks have and nobody else: made on the first, sent once, never written down."""
         if self._key is None:
             sent = torch.from_numpy(np.frombuffer(bytearray(secrets.token_bytes(32)), dtype=np.uint8)).to(self._device)
-            with self._reached():
+            with self.reached():
                 dist.broadcast(sent, 0)
             self._key = sent.cpu().numpy().tobytes()
         return hashlib.blake2b(use, digest_size=32, key=self._key, person=b"fodp.ranks").digest()
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def reached(self) -> Iterator[None]:
         """Turn what PyTorch says of a lost connection, or of a wait that was too long, into what it means."""
         try:
             yield
@@ -291,6 +339,15 @@ class Group(Alone):
             raise RankLost(
                 f"{self._over} ({first}): this rank ends too; what was used stays charged, and the run can be resumed"
             ) from error
+
+
+def _all_gather(whole: Tensor, part: Tensor) -> None:
+    """By its newer name where PyTorch has that."""
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole)
 
 
 _group: tuple[Any, Group] | None = None

@@ -93,8 +93,12 @@ class KroneckerShape:
         for column in zip(*rows, strict=True):
             known = [part for part in column if part is not None]
             sides.append(_in_type(whitening(torch.cat(known), damping), dtype) if known else None)
+        wanted = self._shape.shape_sides
+        outputs, inputs = (1, 0) if table else (0, 1)  # a table's rows are words, which it is given
+        if wanted != "both":
+            sides[outputs if wanted == "inputs" else inputs] = None
         left, right = sides
-        if table:  # words by how often they come
+        if table and wanted != "outputs":  # words by how often they come
             relative = zipf_chances(shape[0]) * shape[0]
             gains = (relative + damping).rsqrt()
             gains = gains / gains.square().mean().sqrt()

@@ -200,7 +200,8 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         bounds: (low, high) of the features, or one pair for each.
         schema: for tables, columns with bounds or values (docs/your-data.md), a dictionary or a .toml or .json file.
         hidden: the sizes of hidden layers; or `model(inputs, outputs)`, which returns a torch.nn.Module.
-        epochs, sampling_rate, clip_norm, lr, method, params: of the plan; the defaults need no tuning.
+        epochs, sampling_rate, clip_norm, lr, method, params: of the plan; the defaults need no tuning. lr may be
+            "auto".
         ledger: a `fodp.Ledger`, or a function that opens one, in which every fit is charged.
         random_state: for research; None for data of real people.
 
@@ -225,7 +226,7 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = "auto",
+        lr: float | str = 1.0,
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -300,7 +301,7 @@ class PrivateLogisticRegression(PrivateClassifier):
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = "auto",
+        lr: float | str = 2.0,
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
@@ -348,7 +349,7 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
         epochs: float = 50,
         sampling_rate: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = "auto",
+        lr: float | str = 0.5,
         method: str = "fo-dp-sgd",
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,

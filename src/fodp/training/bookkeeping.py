@@ -24,7 +24,7 @@ def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any)
     if plan.unit == "person":
         about |= {"unit": plan.unit, "records_per_person": plan.records_per_person}
     return ledger.open(
-        run, plan.events(), steps, about=about, fingerprint=_fingerprint(dataset), seed=seed_mark(ledger, plan)
+        run, plan.events(), steps, about=about, fingerprint=fingerprint_of(dataset), seed=seed_mark(ledger, plan)
     )
 
 
@@ -41,7 +41,7 @@ def seed_mark(ledger: Ledger, plan: Plan) -> str | None:
     return mark
 
 
-def _fingerprint(dataset: Any) -> str | None:
+def fingerprint_of(dataset: Any) -> str | None:
     """Of data made of tensors; other data sets may draw or augment when read, so they have none."""
     if type(dataset) is TensorDataset:
         return fingerprint(_chunks(dataset.tensors))

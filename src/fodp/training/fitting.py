@@ -31,7 +31,7 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     """The method's own optimizer, or the given one if it holds exactly the trainable parameters."""
     method = run.plan.algorithm
     if optimizer is None:
-        made = method.optimizer(run.engine.layout.parameters)
+        made = method.optimizer(run.trained)
         rate = _automatic_rate(run) if method.params.lr == AUTO else None
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
@@ -44,15 +44,13 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    wanted = {id(p) for p in run.engine.layout.parameters}
+    wanted = {id(p) for p in run.trained}
     if held - wanted:
         raise ConfigurationError(
             "the optimizer holds parameters that are not this model's: build it on model.parameters()"
         )
     if wanted - held:
-        missing = [
-            n for n, p in zip(run.engine.layout.names, run.engine.layout.parameters, strict=True) if id(p) not in held
-        ]
+        missing = [n for n, p in zip(run.engine.layout.names, run.trained, strict=True) if id(p) not in held]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
 
@@ -107,7 +105,9 @@ def _automatic_rate(run: Run) -> float:
              for step in range(plan.steps)]  # fmt: skip
     signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
     walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
-    relative = relative_noise((p, run.noise_share(p) if plain else 1.0) for p in run.engine.layout.parameters)
+    shares = [run.noise_share(parameter) if plain else 1.0 for parameter in run.trained]
+    with run.whole():
+        relative = relative_noise(zip(run.engine.layout.parameters, shares, strict=True))
     return automatic_rate(method.params.auto_ratio, walk, relative)
 
 

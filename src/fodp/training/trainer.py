@@ -19,13 +19,13 @@ from fodp import _checks, accounting
 from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyError
 from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
-from fodp.clipping.layout import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.ranks import Turn, refuse_other_group
 from fodp.run import Run
 from fodp.sampling import Collate
-from fodp.training import checkpoint
+from fodp.training import checkpoint, sharded
+from fodp.training.attending import ask_for_slices, attended
 from fodp.training.averaged import AveragedWeights
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
@@ -162,10 +162,12 @@ class Trainer:
         self._jumped_to_the_end = self._out_of_budget = False
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._begun = 0  # the step that is under way
+        self._deserted = False  # a sharded run has broken off: nothing can be done together any more
+        self._attended = False  # the other ranks wait for what this one's callbacks need of them
         self._refused: str | None = None  # what made a step of this run impossible
         self._weights = AveragedWeights(self.run)
-        self._gradients = GradientBuffer(self.run.engine.layout)
-        self._trained = {id(parameter) for parameter in self.run.engine.layout.parameters}
+        self._gradients = self.run.gradient_buffer()
+        self._trained = {id(parameter) for parameter in self.run.trained}
         self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
 
     def __repr__(self) -> str:
@@ -236,14 +238,16 @@ class Trainer:
         lost but stays charged (`lost_steps`), and another `fit()` goes on with the next one. A refusal
         (`PrivacyError`) in a step is the end of the run.
 
-        In a process group all ranks must call it. They stop after the same step, and what ends one ends all.
+        In a process group all ranks must call it. They stop after the same step, and what ends one ends all. A model
+        that FSDP2 has divided (`fully_shard`) is trained in slices, and is divided again afterwards (docs/scaling.md).
         """
         ranks = self.run.ranks
         with ranks.together():
             self._weights.put_back()
             self._train()
             self._weights.put_in()
-            return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result())))))
+            is_finite = self.run.is_finite()
+            return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result(is_finite))))))
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within it the model is the average of its iterates, if the plan has one and it has begun: for scores."""
@@ -256,19 +260,22 @@ class Trainer:
         self.interrupted, self._signal, self._stopped_early = False, None, False
         if not self.allow_non_finite:
             refuse_non_finite(self._dataset)
-        if self.step == 0:
-            rehearse(self.run, self._dataset)
-        self._fix_the_end()
-        if self.ledger is not None and self._account is None:
-            self._account = self._new_account(self.ledger)
-        self._out_of_budget = False
+        with self.run.whole():
+            if self.step == 0:
+                rehearse(self.run, self._dataset)
+            self._fix_the_end()
+            if self.ledger is not None and self._account is None:
+                self._account = self._new_account(self.ledger)
+        self._out_of_budget = self._deserted = False
         with orderly_stop(self._asked_to_stop):
             try:
                 try:
                     self._call("on_start")
                     self._take_steps()
-                except KeyboardInterrupt:
-                    self.between_steps = False  # it breaks off at once: nothing more is saved
+                except BaseException as error:
+                    # It breaks off at once, or others who hold slices are gone: nothing more is saved.
+                    self._deserted = self.run.shards is not None
+                    self.between_steps &= not (self._deserted or isinstance(error, KeyboardInterrupt))
                     raise
                 finally:
                     self.run.close_workers()
@@ -279,7 +286,7 @@ class Trainer:
                 raise
             self._settle()
 
-    def _result(self) -> Result:
+    def _result(self, is_finite: bool) -> Result:
         if self.step == self.plan.steps:
             reason = "finished"
         elif self._out_of_budget:
@@ -288,7 +295,7 @@ class Trainer:
             stopped = "stopped early" if self._stopped_early and not self.interrupted else "interrupted"
             reason = "target reached" if self.step >= self.last_step else stopped
         epsilon = self.stated_epsilon()
-        if not self.run.parameters().isfinite().all():
+        if not is_finite:
             raise PrivacyError(
                 "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
                 f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
@@ -317,8 +324,14 @@ class Trainer:
         self._stopped_early, self.last_step, self._out_of_budget = turn.stopped, turn.last_step, turn.out_of_budget
         goes_on = self.step < turn.last_step and not (turn.signal or turn.stopped)
         if self.step % self.steps_per_epoch == 0 or not goes_on:
-            self.run.ranks.refuse_drift(self.run.parameters)
+            self.run.ranks.refuse_drift(self.run.parameters if self.run.shards is None else self._common_numbers)
         return goes_on
+
+    def _common_numbers(self) -> torch.Tensor:
+        """What ranks must have in common where each holds other weights: the optimizer's numbers and the clip norm."""
+        groups = [value for group in self.optimizer.param_groups for name, value in group.items() if name != "params"]
+        numbers = [float(value) for value in groups if isinstance(value, int | float | torch.Tensor)]
+        return torch.tensor([float(self.run.clip_norm), *numbers], dtype=torch.float64)
 
     def stop_early(self) -> None:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
@@ -359,7 +372,7 @@ class Trainer:
         )
         self.optimizer.step()
         if before is not None and not method.accepts(self.run, state):
-            self.run.engine.layout.write(before[0])
+            self.run.set_parameters(before[0])
             self.optimizer.load_state_dict(before[1])
         if self.run.average is not None:
             self.run.average.take(self.run.parameters(), self.step, self.last_step)
@@ -409,33 +422,38 @@ class Trainer:
         return sorted(self.callbacks, key=lambda callback: callback.order)
 
     def _call(self, moment: str) -> None:
-        for callback in self._ordered_callbacks():
-            getattr(callback, moment)(self)
+        with attended(self, moment):
+            for callback in self._ordered_callbacks():
+                getattr(callback, moment)(self)
         if moment == "on_epoch":
             self.metrics.new.clear()
 
     def _stop_callbacks(self) -> None:
         """Each gets its chance to put things in order, even if one before it fails."""
         failed: Exception | None = None
-        for callback in self._ordered_callbacks():
-            try:
-                callback.on_stop(self)
-            except Exception as error:
-                failed = failed or error
+        with attended(self, "on_stop"):
+            for callback in self._ordered_callbacks():
+                try:
+                    callback.on_stop(self)
+                except Exception as error:
+                    failed = failed or error
         if failed is not None:
             raise failed
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key.
 
-        In a process group the first rank writes, and the others do nothing.
+        In a process group the first rank writes, and the others do nothing. Of a sharded model all ranks must call it,
+        and write their slices (`fodp.training.sharded`); callbacks, which the first rank has alone, may call it there.
         """
-        if not self.run.ranks.is_first:
-            return
         account, step = self._account, self.step
         noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
-        with self.averaged():
-            checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
+        if self.run.shards is not None:
+            ask_for_slices(self, Path(path))
+            sharded.save(Path(path), self, noted)
+        elif self.run.ranks.is_first:
+            with self.averaged():
+                checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
@@ -451,7 +469,7 @@ class Trainer:
         with ranks.together():
             saved = checkpoint.load(Path(path), self.run.engine.layout.device)
             ranks.compare(lambda _: {"the checkpoint": saved["digest"].encode()})
-            checkpoint.restore(self, saved)
+            checkpoint.restore(self, sharded.fitted(saved, Path(path), self))
             # Only the first rank has the ledger, which knows of steps that were used after the checkpoint.
             self.run.step, self.lost_steps, self._jumped_to_the_end = json.loads(
                 ranks.text(lambda: json.dumps([self.run.step, self.lost_steps, self._jumped_to_the_end]))

@@ -21,12 +21,14 @@ EPILOG = """examples:
   fodp bench --device cuda                            plain and private steps on a GPU: the table of docs/scaling.md
   fodp bench --zoo --model "LSTM, packed"             one of the models that people have
   fodp bench --zoo --markdown docs/zoo.json > docs/zoo.md
+  fodp bench --ranks --out runs/bench                 1 to 3 processes with one model, for docs/scaling.md
 
 Peers take part where installed: pip install "fodp[bench]". Parts measured one after the other with the same --out
 end in one results file. Measure on an otherwise idle machine."""
 
 RESULTS = "performance.json"
 ZOO = "zoo.json"
+RANKS = "scaling.json"
 LOOPS = "kernels.json"  # beside it: what `make bench-kernels` has measured
 _SETTLE = 33  # steps that fill the longest window
 
@@ -35,7 +37,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp bench`."""
     add = parser.add_argument
     add("--workload", action="append", metavar="NAME", help=f"{', '.join(TITLES)}; may be repeated, default all")
-    add("--rounds", type=int, metavar="N", help="rounds, each with new processes, default 9 (quick: 2)")
+    add(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="rounds, each with new processes, default 9 (quick: 2); of --ranks steps",
+    )
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="also measure Opacus and JAX-Privacy")
     add("--quick", action="store_true", help="few rounds of short bursts, no memory at large batches")
     part = parser.add_mutually_exclusive_group()
@@ -44,6 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--all", action="store_true", help="the table, --scaling and --paper-run")
     add("--zoo", action="store_true", help="models that people have: path, error, time, memory (needs fodp[hf])")
     add("--model", action="append", metavar="NAME", help="with --zoo: a model of docs/zoo.md; may be repeated")
+    add("--ranks", action="store_true", help="1 to 3 processes that train one model: time, bytes sent, memory")
     part.add_argument("--markdown", metavar="FILE", help="measure nothing: print the page of a results file")
     add("--device", metavar="NAME", help="measure on this device (cuda, cuda:1, …), beside plain training there")
     add("--out", metavar="DIR", help=f"folder for {RESULTS} and pictures, default runs/bench")
@@ -52,6 +60,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep the results, draw them, and compare them with the targets."""
+    if options.ranks and (options.zoo or options.device is not None):
+        raise PrivacyError("--ranks, --zoo and --device are tables of their own: measure one at a time")
+    if options.ranks:
+        return _ranks(options)
     if options.device is not None:
         return _on_device(options)
     if options.zoo:
@@ -136,6 +148,36 @@ def _zoo(options: argparse.Namespace) -> int:
         print(json.dumps(results))
     else:
         print(zoo_table.markdown(results), end="")
+        print(f"results: {path}")
+    return 0
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    """Several processes with one model: measured, or the tables of what was."""
+    from fodp_lab.bench import measurements, ranks, ranks_page
+
+    if options.markdown is not None:
+        for table in ranks_page.tables(measurements.load(Path(options.markdown))).values():
+            print(f"{table}\n")
+        return 0
+    names = options.workload or list(ranks.NAMES)
+    unknown = [name for name in names if name not in ranks.NAMES]
+    if unknown:
+        raise PrivacyError(f"--workload must be one of {', '.join(ranks.NAMES)} with --ranks; got {unknown[0]!r}")
+    steps = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 20)
+    path = Path(options.out or Path("runs") / "bench") / RANKS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = measurements.load(path)["rows"] if path.exists() else []
+    results: dict[str, Any] = {}
+    with _progress() as say:
+        for row in ranks.measured(names, steps, say):  # an interrupt loses one row only
+            known = [old for old in known if (old["workload"], old["ranks"]) != (row["workload"], row["ranks"])] + [row]
+            results = {"conditions": measurements.conditions(), "rows": known}
+            path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(results))
+    else:
+        print(ranks_page.measured(results))
         print(f"results: {path}")
     return 0
 

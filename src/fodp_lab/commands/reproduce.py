@@ -46,6 +46,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="short runs that show that everything works; the numbers mean nothing")
     add("--seeds", type=int, metavar="N", help="at most so many seeds per row")
     add("--jobs", type=int, metavar="N", help="processes, one thread each (default: the number of cores)")
+    add("--ray", metavar="ADDRESS", help="run on this Ray cluster (HOST:PORT or auto), or on a local one (local)")
     add("--out", metavar="DIR", help="folder of the records (default: results, or results-quick)")
     add("--data-dir", metavar="DIR", help="folder with data sets (default: the variable FODP_DATA)")
     add("--challenge", metavar="METHOD", help="fair: add a row with this method")
@@ -94,7 +95,7 @@ def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         _checks.one_of("--only", name, NAMES)
     seeds = 2 if options.quick and options.seeds is None else options.seeds
     specs = [spec for name in names if name != RUNTIME for spec in EXPERIMENTS[name].runs(seeds)]
-    with Runner(folder / "paper.jsonl", options.jobs, quiet=options.quiet) as runner:
+    with Runner(folder / "paper.jsonl", options.jobs, quiet=options.quiet, ray=options.ray) as runner:
         runner.run([quick(spec) for spec in specs] if options.quick else specs, "experiments")
     if RUNTIME in names:
         _runtime(options, folder)
@@ -131,7 +132,7 @@ def _fair(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.seeds is not None:
         protocol = replace(protocol, seeds=protocol.seeds[: options.seeds])
     modules = fair.modules_in(folder)
-    with Runner(folder / "fair.jsonl", options.jobs, quiet=options.quiet, modules=modules) as runner:
+    with Runner(folder / "fair.jsonl", options.jobs, quiet=options.quiet, modules=modules, ray=options.ray) as runner:
         comparison = fair.Comparison(fair.rows_in(folder), runner.records, protocol, code_of)
         for title, specs in comparison.rounds():
             runner.run(specs, title)
@@ -148,7 +149,7 @@ def _utility(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.only is not None:
         _checks.one_of("--only", options.only, ("search",))
     beside = utility.taken_over(folder)
-    with Runner(folder / "utility.jsonl", options.jobs, quiet=options.quiet, beside=beside) as runner:
+    with Runner(folder / "utility.jsonl", options.jobs, quiet=options.quiet, beside=beside, ray=options.ray) as runner:
         suite = utility.Suite(runner.records, options.quick, options.seeds, code_of)
         for line in (*suite.left_out_notes(), *suite.estimated(runner.jobs)):
             print(line, file=sys.stderr)

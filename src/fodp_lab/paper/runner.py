@@ -1,11 +1,7 @@
-"""Runs in parallel processes of one thread each; what is recorded is not computed again."""
+"""Runs in parallel, on one thread each; what is recorded is not computed again."""
 
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fodp._checks import PrivacyError
+from fodp.workers import open_pool
 from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.records import Records, alone
 from fodp_lab.paper.spec import RunSpec
@@ -22,8 +19,9 @@ class Runner:
     """Computes the runs that are missing from a file of records, and appends each as soon as it is done.
 
     Stop it at any moment and start it again: finished runs stay, those under way are computed anew. One
-    runner at a time writes to a file. `modules` are imported first, for methods of your own. Records `beside` the file
-    count as computed and stay where they are.
+    runner at a time writes to a file, and none of its workers does. They are processes, or with `ray`, the address of
+    a cluster, its. `modules` are imported there first, for methods of your own. Records `beside` the file count as
+    computed and stay where they are.
     """
 
     def __init__(
@@ -34,21 +32,23 @@ class Runner:
         quiet: bool = False,
         modules: Sequence[str] = (),
         beside: Iterable[dict[str, Any]] = (),
+        ray: str | None = None,
     ):
         self.records = Records(path, beside=beside)
-        self.jobs = jobs or os.cpu_count() or 1
         self._modules, self._quiet = tuple(modules), quiet
-        # Started afresh, not forked: torch's thread pools do not survive a fork.
-        self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), _end_with_parent)
+        self._codes: dict[str, str] = {}  # what workers must have, by run
+        self._pool = open_pool(jobs, ray)
 
     def __enter__(self) -> "Runner":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is not None:  # what is under way is lost anyway; do not make Ctrl-C wait for it
-            for process in list((self._pool._processes or {}).values()):
-                process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.close(at_once=kind is not None)
+
+    @property
+    def jobs(self) -> int:
+        """How many runs are computed at a time."""
+        return self._pool.jobs
 
     def run(self, specs: Iterable[RunSpec], title: str) -> None:
         """See to it that every spec has a record of the present code."""
@@ -66,6 +66,7 @@ class Runner:
 
     def _compute(self, missing: list[RunSpec], done: Callable[[str], None]) -> None:
         under_way: set[Future[dict[str, Any]]] = set()
+        self._codes = {spec.key: code_of(spec) for spec in missing}
         for spec in missing:
             under_way.add(self._pool.submit(_in_worker, spec, self._modules))
             if len(under_way) >= 2 * self.jobs:  # the next ones wait at the workers' door, not hundreds
@@ -78,13 +79,12 @@ class Runner:
     ) -> set[Future[dict[str, Any]]]:
         finished, rest = wait(under_way, return_when=FIRST_COMPLETED)
         for future in finished:
-            try:
-                record = future.result()
-            except BrokenProcessPool:
+            record = future.result()
+            if record["code"] != self._codes[record["key"]]:
                 raise PrivacyError(
-                    "a worker process was killed, perhaps for lack of memory: start again, with fewer --jobs; what is "
-                    "recorded stays"
-                ) from None
+                    f"a worker has other code of {record['algorithm']} than this process: install the same fodp there; "
+                    "its record was not kept"
+                )
             self.records.append(record)
             done(f"{record['algorithm']} on {record['run']['dataset']}: {record['final_accuracy']:.4f}")
         return rest
@@ -101,18 +101,6 @@ def progress_bar(quiet: bool) -> Progress:
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True, quiet=quiet),
     )
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_worker(spec: RunSpec, modules: Sequence[str]) -> dict[str, Any]:

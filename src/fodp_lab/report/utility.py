@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from fodp.methods import recipe
 from fodp_lab.judging.statistics import MARGIN, Difference
 from fodp_lab.judging.utility import CHANGES, Utility, in_points
 from fodp_lab.judging.verdicts import BETTER, EQUAL, OPEN, REFERENCE, WORSE, Standing
 from fodp_lab.paper.fair import BASELINE, CEILING
-from fodp_lab.paper.utility import PROMISE, RECIPE, RECIPE_METHOD, RULE, Trial
+from fodp_lab.paper.utility import PROMISE, RULE, Trial
 from fodp_lab.report.charts import BLUE, FO_COLOUR, GREEN, GREY, Chart, Mark, Panel
 from fodp_lab.report.tables import NONE, Table, interval, mean_std, number, points, settings
 
@@ -157,7 +158,7 @@ def _goals(found: Utility) -> list[str]:
     for goal in found.goals():
         lines += [f"- **{goal.status}**: {goal.words}. {goal.reason[0].upper()}{goal.reason[1:]}."]
         lines += [f"  - {told}" for told in goal.evidence]
-    words = ", ".join([RECIPE_METHOD, *settings(RECIPE)])
+    words = ", ".join([recipe.METHOD, *settings(recipe.PARAMS)])
     return [f"The recipe is {words}.", "", *lines, ""]
 
 

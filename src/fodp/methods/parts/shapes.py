@@ -10,11 +10,13 @@ from fodp._checks import ConfigurationError
 SHAPES = ("none", "fan-in", "kronecker", "transcript")
 BLOCKS = ("parameter", "row")
 INPUTS = ("auto", "pink", "normal")
+SIDES = ("both", "inputs", "outputs")
 # Which parameters act with which shape; with others they must be left at their defaults.
 ACTING = {
     "width": ("fan-in", "kronecker", "transcript"),
     "shape_damping": ("kronecker",),
     "shape_every": ("kronecker",),
+    "shape_sides": ("kronecker",),
     "shape_inputs": ("kronecker",),
     "shape_blocks": ("transcript",),
     "shape_warmup": ("transcript",),
@@ -57,6 +59,7 @@ class Shape:
     shape_damping: float = 1.0
     shape_every: int = 0
     shape_inputs: str = "auto"
+    shape_sides: str = "outputs"
     shape_blocks: str = "parameter"
     shape_warmup: int = 50
     shape_memory: float = 100.0
@@ -70,6 +73,7 @@ class Shape:
         _checks.whole("shape_every", self.shape_every, minimum=0)
         _checks.whole("shape_warmup", self.shape_warmup)
         _checks.one_of("shape_inputs", self.shape_inputs, INPUTS)
+        _checks.one_of("shape_sides", self.shape_sides, SIDES)
         _checks.one_of("shape_blocks", self.shape_blocks, BLOCKS)
         _checks.number("shape_share", self.shape_share)
         if _checks.number("shape_memory", self.shape_memory) < 1:

@@ -1,0 +1,223 @@
+"""A sealed search from its first draw to its winner: paid for before the first run, resumable, silent."""
+
+import argparse
+import json
+import sys
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import fodp
+from fodp._checks import LedgerError, PrivacyError
+from fodp.cli.ledger import parse_budget
+
+if TYPE_CHECKING:
+    from fodp.data import Splits
+    from fodp.ledger import Ledger
+    from fodp.plan import Plan
+    from fodp.training.folder import RunFolder
+    from fodp.tuning.sealed import Sealed, State
+    from fodp.tuning.search import Search
+    from fodp.workers import Pool
+
+_OWN_LEDGER = "data"  # the name of the data in the folder's own ledger
+
+
+def begin(
+    options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", search: "Search", splits: "Splits"
+) -> "tuple[Sealed, State]":
+    """Draw how many runs, write that down sealed, and pay for all of it; or take up what was begun."""
+    import torch
+
+    from fodp.cli.rehearsal import rehearse
+    from fodp.data.models import build, source_code
+    from fodp.tuning.sealed import Sealed, State
+    from fodp.tuning.search import statement
+
+    sealed = Sealed(folder.path)
+    if options.resume:
+        folder.take()
+        state = sealed.read()
+        if max(state.draws, default=0) >= len(search.candidates) or _plans(search) != config.get("plans"):
+            raise LedgerError(
+                f"the search in {folder.path} is not the one that began: restore a copy of its files, and use the same "
+                "packages"
+            )
+        _charge(options, config, folder, search, state, splits)
+        return sealed, state
+    with torch.random.fork_rng(devices=[]):
+        model = build(config["model"], splits.card)
+    rehearse(config["model"], model, splits.card)
+    folder.create()
+    state = State(search.draw())
+    try:
+        sealed.begin(state)
+        stored = {**config, "plans": _plans(search), "run": state.selection, "fodp": fodp.__version__}
+        stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
+        folder.write(folder.config, json.dumps(stored, indent=1))
+        config |= json.loads(json.dumps(stored))
+        _charge(options, config, folder, search, state, splits)
+    except PrivacyError:  # refused: nothing was charged, and nothing is left to be resumed
+        sealed.remove()
+        folder.config.unlink(missing_ok=True)
+        raise
+    folder.write(folder.statement, statement(search) + "\n")
+    return sealed, state
+
+
+def _plans(search: "Search") -> list[Any]:
+    return json.loads(json.dumps([plan.to_dict() for plan in (*search.candidates, *search.final)]))
+
+
+def _charge(
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    folder: "RunFolder",
+    search: "Search",
+    state: "State",
+    splits: "Splits",
+) -> None:
+    """The whole price, before the first run. What is in the ledger already is not charged again."""
+    from fodp.training.bookkeeping import fingerprint_of, open_account
+
+    ledger = _open_ledger(options, config, folder)
+    account = None
+    if search.final:  # held first, so that either both fit or nothing is charged
+        final = search.final[search.dearest_final]
+        account = open_account(ledger, state.final_run, final, final.steps, splits.train)
+    try:
+        ledger.charge_selection(
+            search.events,
+            search.repetitions,
+            unit=search.candidates[0].unit,
+            name=state.selection,
+            fingerprint=fingerprint_of(splits.train),
+        )
+    except PrivacyError:
+        if account is not None and ledger.budget_of(state.final_run) is not None and not account.charged:
+            ledger.release(state.final_run)
+        raise
+    if account is not None:
+        steps = search.final[search.dearest_final].steps
+        if not account.covers(steps - 1):
+            raise LedgerError(
+                "the ledger did not grant the final run: what it held was given to others; nothing was trained"
+            )
+        account.settle(steps)
+    ledger.close()
+
+
+def _open_ledger(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder") -> "Ledger":
+    from fodp.ledger import Ledger
+
+    ledger = Ledger(
+        folder.ledger_of(config),
+        dataset=config.get("dataset_name", _OWN_LEDGER),
+        budget=parse_budget(config["budget"]) if "budget" in config else None,
+        allow_changed_data=bool(options.allow_changed_data),
+        allow_other_name=bool(options.allow_other_name),
+    )
+    ledger.tell_waiting(lambda text: print(text, file=sys.stderr))
+    return ledger
+
+
+def make_runs(
+    pool: "Pool", config: dict[str, Any], search: "Search", sealed: "Sealed", state: "State", *, quiet: bool
+) -> None:
+    """Make the runs that are missing. Neither how many there are nor how many are done is shown."""
+    from fodp.cli.sealed_run import sealed_run
+
+    if not quiet:
+        print("the search has begun; nothing of it is shown until it ends, also not how far it is", file=sys.stderr)
+    part = None if search.fraction is None else (search.fraction, state.subsample_key)
+    text = json.dumps(config)
+    done = set(state.done)
+    missing = [place for place in range(len(state.draws)) if place not in done]
+    under_way: dict[Future[Any], int] = {}
+    while missing or under_way:
+        while missing and len(under_way) < 2 * pool.jobs:
+            place = missing.pop(0)
+            plan = search.candidates[state.draws[place]].to_dict()
+            under_way[pool.submit(sealed_run, text, plan, part)] = place
+        for future in wait(under_way, return_when=FIRST_COMPLETED)[0]:
+            sealed.take_in(state, under_way.pop(future), _result_of(future))
+
+
+def _result_of(future: Future[Any]) -> dict[str, Any]:
+    """What a run came to. Of what broke it only the kind is said: the rest might be about the data."""
+    try:
+        result: dict[str, Any] = future.result()
+    except PrivacyError:
+        raise
+    except Exception as error:
+        raise PrivacyError(
+            f"a run of the search broke off ({type(error).__name__}): try one candidate with `fodp train` and look "
+            "there; the search can be resumed, and stays charged"
+        ) from None
+    return result
+
+
+def conclude(
+    pool: "Pool",
+    config: dict[str, Any],
+    folder: "RunFolder",
+    search: "Search",
+    sealed: "Sealed",
+    state: "State",
+    splits: "Splits",
+) -> dict[str, Any]:
+    """Let the winner out, and nothing else."""
+    from safetensors.torch import load
+
+    from fodp.cli.sealed_run import scored_on, sealed_run
+    from fodp.training.export import write_weights
+    from fodp.training.exported import prediction_notes
+    from fodp.tuning.search import statement
+
+    result: dict[str, Any] = {"winner": None, "score": None, "model": None, "noise_multiplier": None}
+    if state.best is not None:
+        winner = state.draws[state.best["place"]]
+        plan = search.final[winner] if search.final else search.candidates[winner]
+        if search.final and state.final is None:  # kept sealed before it is shown: a second one was not paid for
+            sealed.keep_final(state, _result_of(pool.submit(sealed_run, json.dumps(config), plan.to_dict(), None)))
+        score, weights = (state.final or state.best)["score"], sealed.weights()
+        result |= {"winner": {name: plan.params[name] for name in config["vary"]}, "score": score}
+        result["noise_multiplier"] = plan.noise_multiplier
+        if weights:
+            file = folder.path / "model.safetensors"
+            notes = prediction_notes(config["model"], config["model_code"], config["card"], file.name)
+            write_weights(load(weights), _card(search, plan, statement(search)) | notes, file)
+            result["model"] = str(file)
+    result |= {
+        "score_is": ("minus the mean squared error" if splits.card.is_regression else "accuracy")
+        + f" on the public {scored_on(splits)[0]} split",
+        "dataset": config["dataset"],
+        "method": config["method"],
+        "epsilon": search.epsilon,
+        "delta": search.delta,
+        "search_epsilon": search.search_epsilon,
+        "mean_runs": search.repetitions.mean,
+        "distribution": config["distribution"],
+        "candidates": len(search.candidates),
+        "out": str(folder.path),
+    }
+    folder.write(folder.result, json.dumps(result, indent=1) + "\n")
+    sealed.remove()
+    return result
+
+
+def _card(search: "Search", plan: "Plan", text: str) -> dict[str, Any]:
+    return {
+        "epsilon": search.epsilon,
+        "delta": search.delta,
+        "accountant": "rdp",
+        "method": plan.method,
+        "params": dict(plan.params),
+        "sampling_rate": plan.sampling_rate,
+        "steps": plan.steps,
+        "clip_norm": plan.clip_norm,
+        "noise_multiplier": plan.noise_multiplier,
+        "unit": plan.unit_in_words(),
+        "randomness": "secure",
+        "statement": text,
+    }

@@ -1,0 +1,101 @@
+"""What is kept of a search while it lasts: how many runs, which are done, the best so far. Nobody may look at it."""
+
+import json
+import math
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fodp._checks import LedgerError, PrivacyError
+from fodp._files import atomically
+
+
+@dataclass
+class State:
+    """`draws` is the candidate of each run, in their order; the ids are those of the charges in the ledger."""
+
+    draws: list[int]
+    selection: str = field(default_factory=lambda: f"selection-{secrets.token_hex(16)}")
+    final_run: str = field(default_factory=lambda: secrets.token_hex(16))
+    subsample_key: str = field(default_factory=lambda: secrets.token_hex(16))
+    done: list[int] = field(default_factory=list)
+    best: dict[str, Any] | None = None  # place, score and lot of the best run so far
+    final: dict[str, Any] | None = None  # the score of the run on all data, where there is one
+
+
+class Sealed:
+    """A folder for its owner alone (mode 0700, files 0600) with the state and the best run's weights, gone at the end.
+
+    Of other runs nothing is ever written: the best so far takes the place of the one before it.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "sealed"
+        self._state, self._weights = self.path / "state.json", self.path / "best.safetensors"
+
+    def begin(self, state: State) -> None:
+        """Write the state of a search that has not made a run yet."""
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise PrivacyError(f"{self.path} could not be made ({error.strerror}): choose another --out") from None
+        self._write(state)
+
+    def read(self) -> State:
+        """The state of the search that is resumed."""
+        try:
+            return State(**json.loads(self._state.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise LedgerError(
+                f"{self._state} is gone, and with it how many runs the search is to make: another number would not be "
+                "the one that was paid for. Start a new search in another folder; what was charged stays charged"
+            ) from None
+        except (OSError, ValueError, TypeError) as error:
+            raise LedgerError(f"{self._state} cannot be read ({error}): restore a copy of it") from None
+
+    def take_in(self, state: State, place: int, found: dict[str, Any]) -> None:
+        """One run is done. It is the best so far, or it is forgotten."""
+        if _better(found, state.best):
+            with atomically(self._weights) as part:
+                part.write_bytes(found["weights"])
+            state.best = {"place": place, "score": found["score"], "lot": found["lot"]}
+        state.done.append(place)
+        self._write(state)
+
+    def keep_final(self, state: State, found: dict[str, Any]) -> None:
+        """The run on all data is done; its weights take the place of the best run's."""
+        with atomically(self._weights) as part:
+            part.write_bytes(found["weights"])
+        state.final = {"score": found["score"]}
+        self._write(state)
+
+    def weights(self) -> bytes:
+        """Of what will leave; empty where that diverged."""
+        return self._weights.read_bytes()
+
+    def remove(self) -> None:
+        """Leave nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write(self, state: State) -> None:
+        try:
+            with atomically(self._state) as part:
+                part.write_text(json.dumps(asdict(state)), encoding="utf-8")
+                os.chmod(part, 0o600)
+        except OSError as error:
+            raise PrivacyError(f"{self._state} could not be written ({error.strerror}): free the disk") from None
+
+
+def _better(found: dict[str, Any], best: dict[str, Any] | None) -> bool:
+    """By score; among equals by a lot that each run has drawn, so that the order of runs says nothing."""
+    if found["score"] is None:  # diverged: worse than anything
+        return False
+    return best is None or (found["score"], found["lot"]) > (best["score"], best["lot"])
+
+
+def finite(score: float) -> float | None:
+    """A score that can be compared, else None."""
+    return score if math.isfinite(score) else None
