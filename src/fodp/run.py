@@ -672,6 +672,11 @@ def refuse_unfit_for_slices(plan: Plan) -> None:
             "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
             "WeightAverage, or leave the model whole"
         )
+    if plan.algorithm.parts.rates.follows:
+        raise ConfigurationError(
+            "rate_rule='transcript' compares whole releases with the iterate, and ranks hold slices: leave rate_rule "
+            "out, or the model whole"
+        )
     if not (kind.__module__.startswith("fodp.methods.") or vars(kind).get("takes_slices", False)):
         raise ConfigurationError(
             f"{plan.method} is no method of this library, and on a sharded model its step would see slices of releases "
