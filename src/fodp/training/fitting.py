@@ -59,8 +59,8 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Before an update: the rate of the step that was just taken, where the method's own optimizer has a schedule.
 
     Public numbers, and with a rate rule the releases themselves, which are in `.grad` now. With lr="auto" and a
-    quantile the gradient is scaled by C/C_t, made of releases, so that its noise is that of the plan's clip norm: on the
-    device, which may be the only one to know C_t.
+    quantile the gradient is scaled by C/C_t, made of releases, so that its noise is that of the plan's clip norm: on
+    the device, which may be the only one to know C_t.
     """
     if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
