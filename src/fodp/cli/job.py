@@ -110,9 +110,9 @@ def completed(
     config = {**defaults, **(preset or {}), **said}
     if preset or _OF_THE_METHOD & said.keys():
         return config
-    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}  # a rate that was said wins
-    if sharded:
-        del params["rate_rule"]  # no rank has the whole iterate
+    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}
+    if sharded or said.get("lr", "auto") != "auto":  # no rank has the whole iterate; a rate that was said stays
+        del params["rate_rule"]
     return {**config, "method": recipe.METHOD, "set": params}
 
 
