@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 import fodp
 from fodp.methods import METHODS
+from fodp.noise import Streams
+from fodp.noise.release import release
+from fodp.queries import Query
 from fodp.testing import data, network, plan
 from fodp.training.trainer import Trainer
 from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
@@ -104,6 +107,21 @@ def test_a_step_mixes_no_devices_and_waits_for_none(name, method, params, change
     assert set(found) == allowed, f"no longer waited for: leave {allowed - set(found)} out of the list"
     assert weights(training).isfinite().all()
     assert all(p.device.type == NAME for p in training.model.parameters())
+
+
+@pytest.mark.rule(3)
+def test_a_sum_over_millions_is_not_rounded_before_it_has_its_noise():
+    """Else one example that adds 1 would move 20,000,002 by 2: float32 has no odd numbers there."""
+
+    def released(value):
+        query = Query(torch.tensor(value, dtype=torch.float64, device=device()), 1.0, dtype=torch.float32)
+        return on_cpu(release(query, 1.0, Streams.seeded(1), 1, "noise")).item()
+
+    noise = released(0.0)
+    values = torch.arange(20_000_000, 20_000_008, dtype=torch.float64)
+    expected = (values + noise).float()
+    assert (values.float().double() + noise).float().tolist() != expected.tolist()  # this noise would show it
+    assert [released(value) for value in values.tolist()] == expected.tolist()
 
 
 def test_the_stand_in_refuses_mixed_devices_and_counts_reads():
