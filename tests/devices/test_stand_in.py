@@ -27,6 +27,7 @@ LOOKED_AT, STEPS = 3, 6
 ALLOWED = {
     "sa-dpsgd": ({"_local_scalar_dense"}, "whether a proposal stays is decided on the host, by a public score"),
     "dp-is with a quantile": ({"_local_scalar_dense"}, "C decides the rate of a lot, and lots are drawn on the host"),
+    "a quantile with lr='auto'": ({"_local_scalar_dense"}, "plain steps follow C, and PyTorch's SGD wants a number"),
     "adambc after a memory": ({"tolist"}, "the noise left by feedback is a recursion over thousands of steps"),
     "exact noise": (
         {"_local_scalar_dense"},
@@ -37,9 +38,10 @@ ALLOWED = {
 CASES = [
     *((name, name, {}, {}) for name in METHODS if name != "sa-dpsgd"),
     ("sa-dpsgd", "sa-dpsgd", {}, {}),
-    ("a quantile", "dp-sgd", {"quantile": 0.5}, {}),
-    ("a quantile with memory and filter", "fo-dp-sgd", {"quantile": 0.5, "filter": "momentum"}, {}),
-    ("a quantile by layer", "dp-sgd", {"quantile": 0.5, "clip": "per-layer"}, {}),
+    ("a quantile", "dp-sgd", {"quantile": 0.5, "lr": 0.1}, {}),
+    ("a quantile with lr='auto'", "dp-sgd", {"quantile": 0.5, "lr": "auto"}, {}),
+    ("a quantile with memory and filter", "fo-dp-sgd", {"quantile": 0.5, "filter": "momentum", "lr": 0.1}, {}),
+    ("a quantile by layer", "dp-sgd", {"quantile": 0.5, "clip": "per-layer", "lr": 0.1}, {}),
     ("a quantile with adambc", "dp-adambc", {"quantile": 0.5}, {}),
     ("dp-is with a quantile", "dp-is", {"quantile": 0.5}, {}),
     ("per-layer", "dp-sgd", {"clip": "per-layer"}, {}),
@@ -398,7 +400,7 @@ def in_passing(training):
 
 def test_micro_batches_copies_and_data_on_the_device_wait_for_nothing():
     here, far = data(dtype=torch.float32), [column.to(device()) for column in data(dtype=torch.float32).tensors]
-    assert not in_passing(trainer_of("dp-sgd", {"quantile": 0.5}, microbatch=5))
+    assert not in_passing(trainer_of("dp-sgd", {"quantile": 0.5, "lr": 0.1}, microbatch=5))
     assert not in_passing(trainer_of("dp-sgd", {}, copies=2, augment=lambda batch: (batch[0] + 0.1, batch[1])))
     assert not in_passing(trainer_of("fo-dp-sgd", {}, dataset=torch.utils.data.TensorDataset(*far), microbatch=5))
     assert len(here) == len(far[0])
