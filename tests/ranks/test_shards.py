@@ -418,6 +418,26 @@ def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, mo
     trainer(plan("fo-dp-sgd", steps=3)).resume(tmp_path / "c.pt")
 
 
+def test_an_optimizer_that_keeps_plain_tensors_of_its_slices_cannot_be_saved(tmp_path):
+    """The file would have the first rank's, and every rank would go on with them."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["mine"] = parameter.grad.to_local().clone()
+
+    def work(rank):
+        model = sharded()
+        training = trainer(plan("dp-sgd", steps=1), model, optimizer=Plain(model.parameters(), lr=0.1))
+        training.fit()
+        training.save(tmp_path / "checkpoint.pt")
+
+    said = in_ranks(2, work)
+    assert all(kind == "ConfigurationError" and "is a plain tensor of shape" in text for kind, text in said), said
+    assert not list(tmp_path.iterdir())
+
+
 def test_folders_of_other_checkpoints_stay(tmp_path):
     from fodp.training import slice_files
 
