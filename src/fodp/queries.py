@@ -64,6 +64,11 @@ class Query:
         return out
 
     @property
+    def is_wider(self) -> bool:
+        """Whether the value, or a part of it, is kept in another type than its release has."""
+        return any(term.dtype != self.dtype for _, term in self._terms)
+
+    @property
     def is_number(self) -> bool:
         """Whether the value is a single number, not a vector."""
         return self._like.dim() == 0

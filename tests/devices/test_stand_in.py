@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 import fodp
 from fodp.methods import METHODS
+from fodp.noise import Streams
+from fodp.noise.release import release
+from fodp.queries import Query
 from fodp.testing import data, network, plan
 from fodp.training.trainer import Trainer
 from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
@@ -24,6 +27,8 @@ LOOKED_AT, STEPS = 3, 6
 ALLOWED = {
     "sa-dpsgd": ({"_local_scalar_dense"}, "whether a proposal stays is decided on the host, by a public score"),
     "dp-is with a quantile": ({"_local_scalar_dense"}, "C decides the rate of a lot, and lots are drawn on the host"),
+    "shape transcript": ({"_to_copy to cpu"}, "the factors are public numbers of the host's"),
+    "rate rule transcript": ({"_local_scalar_dense"}, "the rate is a number of the optimizer's"),
     "adambc after a memory": ({"tolist"}, "the noise left by feedback is a recursion over thousands of steps"),
     "exact noise": (
         {"_local_scalar_dense"},
@@ -34,9 +39,13 @@ ALLOWED = {
 CASES = [
     *((name, name, {}, {}) for name in METHODS if name != "sa-dpsgd"),
     ("sa-dpsgd", "sa-dpsgd", {}, {}),
-    ("a quantile", "dp-sgd", {"quantile": 0.5}, {}),
-    ("a quantile with memory and filter", "fo-dp-sgd", {"quantile": 0.5, "filter": "momentum"}, {}),
-    ("a quantile by layer", "dp-sgd", {"quantile": 0.5, "clip": "per-layer"}, {}),
+    ("a quantile", "dp-sgd", {"quantile": 0.5, "lr": 0.1}, {}),
+    ("a quantile with lr='auto'", "dp-sgd", {"quantile": 0.5, "lr": "auto"}, {}),
+    ("shape kronecker", "dp-sgd", {"shape": "kronecker"}, {}),
+    ("shape transcript", "dp-sgd", {"shape": "transcript", "shape_warmup": 1}, {}),
+    ("rate rule transcript", "dp-sgd", {"shape": "fan-in", "rate_rule": "transcript"}, {}),
+    ("a quantile with memory and filter", "fo-dp-sgd", {"quantile": 0.5, "filter": "momentum", "lr": 0.1}, {}),
+    ("a quantile by layer", "dp-sgd", {"quantile": 0.5, "clip": "per-layer", "lr": 0.1}, {}),
     ("a quantile with adambc", "dp-adambc", {"quantile": 0.5}, {}),
     ("dp-is with a quantile", "dp-is", {"quantile": 0.5}, {}),
     ("per-layer", "dp-sgd", {"clip": "per-layer"}, {}),
@@ -104,6 +113,21 @@ def test_a_step_mixes_no_devices_and_waits_for_none(name, method, params, change
     assert set(found) == allowed, f"no longer waited for: leave {allowed - set(found)} out of the list"
     assert weights(training).isfinite().all()
     assert all(p.device.type == NAME for p in training.model.parameters())
+
+
+@pytest.mark.rule(3)
+def test_a_sum_over_millions_is_not_rounded_before_it_has_its_noise():
+    """Else one example that adds 1 would move 20,000,002 by 2: float32 has no odd numbers there."""
+
+    def released(value):
+        query = Query(torch.tensor(value, dtype=torch.float64, device=device()), 1.0, dtype=torch.float32)
+        return on_cpu(release(query, 1.0, Streams.seeded(1), 1, "noise")).item()
+
+    noise = released(0.0)
+    values = torch.arange(20_000_000, 20_000_008, dtype=torch.float64)
+    expected = (values + noise).float()
+    assert (values.float().double() + noise).float().tolist() != expected.tolist()  # this noise would show it
+    assert [released(value) for value in values.tolist()] == expected.tolist()
 
 
 def test_the_stand_in_refuses_mixed_devices_and_counts_reads():
@@ -380,7 +404,7 @@ def in_passing(training):
 
 def test_micro_batches_copies_and_data_on_the_device_wait_for_nothing():
     here, far = data(dtype=torch.float32), [column.to(device()) for column in data(dtype=torch.float32).tensors]
-    assert not in_passing(trainer_of("dp-sgd", {"quantile": 0.5}, microbatch=5))
+    assert not in_passing(trainer_of("dp-sgd", {"quantile": 0.5, "lr": 0.1}, microbatch=5))
     assert not in_passing(trainer_of("dp-sgd", {}, copies=2, augment=lambda batch: (batch[0] + 0.1, batch[1])))
     assert not in_passing(trainer_of("fo-dp-sgd", {}, dataset=torch.utils.data.TensorDataset(*far), microbatch=5))
     assert len(here) == len(far[0])

@@ -146,6 +146,7 @@ def test_a_device_gets_its_noise_there():
 INTERPRETED = """
 import sys
 import torch
+import fodp
 from fodp.noise import chacha, chacha_triton
 key = bytes(range(32))
 for offset, count, std in [(0, 1000, 1.0), (7, 1234, 2.5), (3, 5001, 1e-3), (2**31 + 1, 333, 1.0), (9, 1, 1.0)]:
@@ -157,6 +158,12 @@ for secret, counter, expected in eval(sys.argv[1]):
     assert chacha_triton.keystream(secret, counter, 1, "cpu").numpy().tobytes().hex() == expected
 for first in (0, 2**31 - 2, 2**32 - 300):
     assert torch.equal(chacha.keystream(key, first, 300), chacha_triton.keystream(key, first, 300, "cpu"))
+try:
+    chacha_triton.add_normals_(torch.zeros(11), 1.0, key, 10 * (2**32 - 1))  # the last block, and the first again
+except fodp.PrivacyError:
+    pass
+else:
+    raise AssertionError("a counter that begins again repeats the noise")
 sample = torch.zeros(20_000)
 chacha_triton.add_normals_(sample, 1.7, key)
 torch.save(sample, sys.argv[2])

@@ -418,6 +418,36 @@ def test_a_crash_before_the_file_has_its_name_leaves_the_one_before(tmp_path, mo
     trainer(plan("fo-dp-sgd", steps=3)).resume(tmp_path / "c.pt")
 
 
+def test_an_optimizer_that_keeps_plain_tensors_of_its_slices_cannot_be_saved(tmp_path):
+    """The file would have the first rank's, and every rank would go on with them."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["mine"] = parameter.grad.to_local().clone()
+
+    def work(rank):
+        model = sharded()
+        training = trainer(plan("dp-sgd", steps=1), model, optimizer=Plain(model.parameters(), lr=0.1))
+        training.fit()
+        training.save(tmp_path / "checkpoint.pt")
+
+    said = in_ranks(2, work)
+    assert all(kind == "ConfigurationError" and "is a plain tensor of shape" in text for kind, text in said), said
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_other_checkpoints_stay(tmp_path):
+    from fodp.training import slice_files
+
+    other, old, kept = (tmp_path / name for name in ("run1.pt.slices-a", "run[1].pt.slices-b", "run[1].pt.slices-c"))
+    for folder in (other, old, kept):
+        folder.mkdir()
+    slice_files.remove_others(tmp_path / "run[1].pt", kept)
+    assert sorted(tmp_path.iterdir()) == [other, kept]
+
+
 def test_a_folder_that_cannot_be_made_ends_all_ranks_at_once(tmp_path):
     def work(rank):
         training = trainer(plan("fo-dp-sgd", steps=3), sharded())
@@ -489,6 +519,50 @@ def test_a_failing_callback_ends_all_ranks():
     assert [kind for kind, _ in said] == ["ValueError", "RankLost"]
 
 
+class Looks(Callback):
+    """Calls the model at the end, and saves."""
+
+    def __init__(self, file):
+        self.file, self.failed = file, []
+
+    def on_step(self, trainer):
+        raise ValueError("no")
+
+    def on_stop(self, trainer):
+        for act in (lambda: trainer.model(data().tensors[0]), lambda: trainer.save(self.file)):
+            with pytest.raises(fodp.PrivacyError, match="broken off") as error:
+                act()
+            self.failed.append(type(error.value).__name__)
+        raise KeyError("another")
+
+
+def test_callbacks_of_a_run_that_broke_off_cannot_reach_the_other_ranks(tmp_path):
+    """A collective that the others take for another one ends a process without a word, or waits for ever."""
+
+    def work(rank):
+        looks = Looks(tmp_path / "checkpoint.pt")
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            trainer(plan("dp-sgd"), sharded(), callbacks=[looks]).fit()
+        return type(error.value).__name__, looks.failed
+
+    failed = ["ConfigurationError", "NotWritten"]
+    assert in_ranks(2, work) == [("ValueError", failed), ("RankLost", [])]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_model_is_whole_for_a_function_of_one_callback_s_own_and_refuses_those_that_do_not_look():
+    def work(rank):
+        seen, calls = Callback(), []
+        seen.on_step = lambda trainer: calls.append(trainer.model(data().tensors[0]).shape)
+        trainer(plan("dp-sgd", steps=1), sharded(), callbacks=[seen]).fit()
+        seen.looks_at_model = False
+        trainer(plan("dp-sgd", steps=1), sharded(), callbacks=[seen]).fit()
+
+    said = in_ranks(2, work)
+    assert [kind for kind, _ in said] == ["ConfigurationError", "RankLost"]
+    assert "looks_at_model" in said[0][1]
+
+
 def test_a_learning_rate_changed_on_one_rank_is_refused():
     class Faster(Callback):
         def on_step(self, trainer):
@@ -523,7 +597,7 @@ def test_what_cannot_be_done_in_slices_is_refused_in_words():
         takes_slices = True
 
     def work(rank):
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import Shard
 
@@ -540,6 +614,7 @@ def test_what_cannot_be_done_in_slices_is_refused_in_words():
             "on a mesh of",
             lambda: fully_shard(network(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
         )
+        refused("as they are numbered", lambda: fully_shard(square(), mesh=DeviceMesh("cpu", [1, 0])))
         refused("rows alone", lambda: fully_shard(square(), shard_placement_fn=lambda p: Shard(p.dim() - 1)))
         refused("leave mp_policy out", lambda: fully_shard(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
         refused("leave offload_policy out", offloaded)

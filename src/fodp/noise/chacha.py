@@ -42,7 +42,7 @@ NORMALS_PER_BLOCK: Final = {torch.float32: 10, torch.float64: 8}
 
 def keystream(key: bytes, first: int, blocks: int, device: torch.device | str = "cpu") -> Tensor:
     """Blocks first, first + 1, … of ChaCha20 (RFC 8439, nonce zero) as signed 32-bit words, one block a row."""
-    _refuse_outside(key, first, blocks)
+    refuse_outside(key, first, blocks)
     return _blocks(*_inputs(key, first, blocks, torch.device(device)))
 
 
@@ -92,7 +92,7 @@ def _added(out: Tensor, std: float, key: bytes, offset: int, make: Make) -> Tens
         block, skipped = divmod(offset + done, each)
         wanted = min(flat.numel() - done, _AT_ONCE * each - skipped)
         blocks = -(-(skipped + wanted) // each)
-        _refuse_outside(key, block, blocks)
+        refuse_outside(key, block, blocks)
         normals = make(*_inputs(key, block, blocks, out.device), out.dtype)
         flat[done : done + wanted].add_(normals.view(-1)[skipped : skipped + wanted], alpha=std)
         done += wanted
@@ -167,7 +167,8 @@ def _unsigned(words: Tensor, dtype: torch.dtype) -> Tensor:
     return ((words >> 16) & 0xFFFF).to(dtype) * 65536.0 + (words & 0xFFFF).to(dtype)
 
 
-def _refuse_outside(key: bytes, first: int, blocks: int) -> None:
+def refuse_outside(key: bytes, first: int, blocks: int) -> None:
+    """Raise for blocks that a stream does not have: their counters would begin again, and so would the noise."""
     if len(key) != 32:
         raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
     if first < 0 or blocks < 0 or first + blocks > _MOST_BLOCKS:

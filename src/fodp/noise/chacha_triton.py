@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fodp.noise.chacha import NORMALS_PER_BLOCK, key_words
+from fodp.noise.chacha import NORMALS_PER_BLOCK, key_words, refuse_outside
 
 _BLOCKS = 256  # of the keystream in one program
 
@@ -110,4 +110,5 @@ def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> None:
     each, size = NORMALS_PER_BLOCK[torch.float32], out.numel()
     first, skipped = divmod(offset, each)
     blocks = -(-(skipped + size) // each)
+    refuse_outside(key, first, blocks)
     _add[(triton.cdiv(blocks, _BLOCKS),)](out, std, *key_words(key), first, skipped, size, BLOCKS=_BLOCKS)

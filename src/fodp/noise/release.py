@@ -22,7 +22,9 @@ def release(query: Query, std: Length, noise: Noise, step: int, name: str) -> Te
     Satisfies the guarantee of a Gaussian mechanism with multiplier `query.noise_multiplier(std)`.
     """
     room = query.empty(query.dtype)
-    if isinstance(noise, Streams) and room.device.type != "cpu":
+    if isinstance(noise, Streams) and room.device.type != "cpu" and not query.is_wider:
         return noise.add_normal_(query.add_to(room.zero_()), std, step, name)  # the noise is added as it is made
     out = noise.normal_(room, std, step, name)
-    return query.add_to(out)  # a wider value is added as it is and rounded with its noise: post-processing
+    # A wider value is added as it is and rounded with its noise: post-processing. Rounded before, it could be moved by
+    # more than its bound: a sum over millions of examples by 1, where float32 has no numbers in between.
+    return query.add_to(out)

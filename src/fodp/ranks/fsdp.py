@@ -42,6 +42,11 @@ def refuse_other_forms(model: nn.Module, ranks: Alone) -> None:
                 f"the parameter {name} is divided as {tuple(map(str, placements))} on a mesh of {tuple(mesh.shape)}: "
                 f"fodp knows one dimension of all {ranks.count} ranks and rows alone, which fully_shard(model) makes"
             )
+        if mesh.mesh.tolist() != list(range(ranks.count)):  # its checkpoints would have the rows in another order
+            raise ConfigurationError(
+                f"the parameter {name} is divided on a mesh of ranks in the order {mesh.mesh.tolist()}: leave mesh out "
+                "of fully_shard(model), or give them as they are numbered"
+            )
     for module in model.modules():
         if not is_fsdp(module):
             continue

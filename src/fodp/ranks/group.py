@@ -123,6 +123,9 @@ class Alone:
     def refuse_drift(self, parameters: Callable[[], Tensor]) -> None:
         """Raise if a rank's weights are no longer those of the first."""
 
+    def give_up(self) -> None:
+        """Tell the others that this rank has failed; nothing more can be done together."""
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """While in here, an exception on one rank ends all of them."""
@@ -284,10 +287,11 @@ class Group(Alone):
         try:
             yield
         except BaseException:
-            self._tell_failure()
+            self.give_up()
             raise
 
-    def _tell_failure(self) -> None:
+    def give_up(self) -> None:
+        """They are told when they meet next."""
         if self._over is None:
             with suppress(RankLost):
                 self._meet(_Act.END, failed=True)

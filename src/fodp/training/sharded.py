@@ -110,6 +110,12 @@ class _Slices:
         if hasattr(value, "to_local"):
             self.found[key] = value.detach()
             return {_MARK: "parameter", "key": key}
+        if key.startswith("optimizer/state/") and value.numel() > 1:  # the file would have the first rank's for all
+            raise ConfigurationError(
+                f"{key} is a plain tensor of shape {tuple(value.shape)}, of which each rank may have its own, and no "
+                "checkpoint of a sharded run can hold it: let the optimizer keep tensors divided as parameters are "
+                "(torch.zeros_like(parameter)), or numbers"
+            )
         if not key.startswith("state/"):
             return value
         if value.shape != (self._shards.slices.size,):

@@ -1,5 +1,6 @@
 """The folder of slices beside a sharded run's checkpoint: written by all ranks, hashed, read without running code."""
 
+import glob
 import hashlib
 import pickle
 import secrets
@@ -82,7 +83,7 @@ def write(folder: Path, slices: dict[str, Tensor], ranks: Alone) -> None:
 
 def remove_others(path: Path, kept: Path) -> None:
     """Remove what earlier checkpoints of this name had."""
-    for folder in path.parent.glob(f"{path.name}.slices-*"):
+    for folder in path.parent.glob(f"{glob.escape(path.name)}.slices-*"):
         if folder != kept:
             shutil.rmtree(folder, ignore_errors=True)
 

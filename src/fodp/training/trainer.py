@@ -276,6 +276,8 @@ class Trainer:
                     # It breaks off at once, or others who hold slices are gone: nothing more is saved.
                     self._deserted = self.run.shards is not None
                     self.between_steps &= not (self._deserted or isinstance(error, KeyboardInterrupt))
+                    if self._deserted:
+                        self.run.ranks.give_up()  # the others must not take what callbacks do now for an answer
                     raise
                 finally:
                     self.run.close_workers()
@@ -437,7 +439,7 @@ class Trainer:
                     callback.on_stop(self)
                 except Exception as error:
                     failed = failed or error
-        if failed is not None:
+        if failed is not None and not self._deserted:  # else what went wrong first is what counts
             raise failed
 
     def save(self, path: str | Path) -> None:
@@ -449,6 +451,8 @@ class Trainer:
         account, step = self._account, self.step
         noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
         if self.run.shards is not None:
+            if self._deserted:
+                raise checkpoint.NotWritten(f"{path} was not written: this sharded run has broken off on its ranks")
             ask_for_slices(self, Path(path))
             sharded.save(Path(path), self, noted)
         elif self.run.ranks.is_first:
