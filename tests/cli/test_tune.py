@@ -201,6 +201,14 @@ def test_without_its_sealed_state_a_search_is_not_begun_anew(tune, tmp_path, cap
     assert "another number would not be the one that was paid for" in capsys.readouterr().err
 
 
+def test_without_the_weights_of_the_best_run_nothing_leaves(tune, tmp_path, capsys):
+    assert tune(pool=Here(stop_after=2), draws=(1, 0, 0)) == 130
+    (tmp_path / "s" / "sealed" / "best-0").unlink()
+    assert tune("--resume", new=False) == 2
+    assert "restore a copy" in capsys.readouterr().err
+    assert not (tmp_path / "s" / "result.json").exists()
+
+
 def test_runs_that_diverge_are_worse_than_any_other(tune, tmp_path, capsys):
     assert tune("--json", pool=Here(diverge=(0.2, 0.4))) == 0
     assert json.loads(capsys.readouterr().out)["winner"] == {"lr": 0.1}

@@ -75,7 +75,11 @@ class Sealed:
 
     def weights(self, state: State) -> bytes:
         """Of what will leave; empty where that diverged."""
-        return self._weights(state).read_bytes()
+        file = self._weights(state)
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{file} cannot be read ({error.strerror}): restore a copy of it") from None
 
     def remove(self) -> None:
         """Leave nothing."""
