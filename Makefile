@@ -10,13 +10,16 @@ demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; wr
 
 test: $(INSTALLED)  ## create the environment and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/devices
 
 quick: $(INSTALLED)  ## all but the slow tests (tests/slow.txt): before every commit
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" tests/devices
 
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench,hf,postgres,sklearn,lightning,opacus,skorch,wandb,mlflow]"
 	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/devices
 
 check: lint types test  ## format, lint, types and tests: before you stop
 

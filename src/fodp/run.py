@@ -30,6 +30,7 @@ from fodp.memory import FractionalMemory
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
 from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
+from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
 from fodp.noise.banded import BandedNoise
@@ -130,6 +131,7 @@ class Run:
                 if isinstance(memory, FractionalMemory):
                     memory.over_ranks = self.shards.add
         self.average = None if parts.average is None else RunningAverage(parts.average)
+        self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
         self._shape: Shaping | None = None
         if parts.shape is not None:
             self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
@@ -582,6 +584,8 @@ class Run:
         kept = {} if self._correlated is None or self.plan.seed is None else {"noise": self._correlated.state_dict()}
         if self.average is not None:
             kept["average"] = self.average.state_views() if views else self.average.state_dict()
+        if self.followed is not None:
+            kept["rate"] = self.followed.state_views() if views else self.followed.state_dict()
         shape = None if self._shape is None else self._shape.state_dict()
         kept |= {} if shape is None else {"shape": shape}
         return kept | {
@@ -598,7 +602,7 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self._shape)
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self.followed, self._shape)
         return sum(part.bytes_when_full(self.size) for part in parts if hasattr(part, "bytes_when_full"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -616,6 +620,8 @@ class Run:
             self._correlated.forget()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+        if self.followed is not None:
+            self.followed.load_state_dict(state["rate"])
         self.state.load_state_dict(state["method"])
         self.filter.load_state_dict(state["filter"])
         self._noise_stds.clear()
@@ -665,6 +671,11 @@ def refuse_unfit_for_slices(plan: Plan) -> None:
         raise ConfigurationError(
             "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
             "WeightAverage, or leave the model whole"
+        )
+    if plan.algorithm.parts.rates.follows:
+        raise ConfigurationError(
+            "rate_rule='transcript' compares whole releases with the iterate, and ranks hold slices: leave rate_rule "
+            "out, or the model whole"
         )
     if not (kind.__module__.startswith("fodp.methods.") or vars(kind).get("takes_slices", False)):
         raise ConfigurationError(

@@ -145,6 +145,7 @@ class TestTrain:
         assert {name: given[name] for name in recipe.PARAMS} == recipe.PARAMS
         method, given = params("--lr", "0.5")  # a rate of one's own, in the recipe's shape
         assert (method, given["lr"], given["shape"]) == (recipe.METHOD, 0.5, recipe.PARAMS["shape"])
+        assert "rate_rule" not in given  # the rate that was said stays
         assert params("--set", "beta=0.8", "--lr=0.1")[0] == "fo-dp-sgd"
         method, given = params("--preset", "paper", "--dataset", "digits")
         assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from fodp import ConfigurationError, testing
 from fodp.methods import METHODS
 from fodp.methods.parts.rates import RateSchedule, relative_noise
-from methods_for_tests import data, delete_one, network, plan, trainer, trajectory
+from methods_for_tests import data, delete_one, flat, network, plan, trainer, trajectory
 
 AUTO = dict(lr="auto", shape="fan-in", width=4.0)
 # Its controllers are held still: on empty lots they would run to the ends of their ranges.
@@ -183,21 +183,20 @@ class TestSchedule:
         assert not {"lr_schedule", "lr_warmup", "auto_ratio"} & set(plan("dp-sgd").params)
 
 
-def test_with_a_quantile_the_rate_follows_the_clip_norm():
-    """Plain steps only, and only where the rate is measured by the noise."""
+def test_with_a_quantile_plain_steps_follow_the_clip_norm():
+    """Only where the rate is measured by the noise: elsewhere a step is the rate times what was released."""
     params = dict(quantile=0.1, clip_rate=0.5)
-    training = trainer(plan("dp-sgd", params))
-    rate, used = training.optimizer.param_groups[0]["lr"], training.run.clip_norm
-    for _ in range(5):
-        training._one_step()
-        assert training.optimizer.param_groups[0]["lr"] == pytest.approx(rate * training.plan.clip_norm / used)
-        used = training.run.clip_norm
-    assert used != training.plan.clip_norm
-    for others in (dict(lr=0.3), dict(update="adam")):
-        training = trainer(plan("dp-sgd", {**params, **others}))
-        rate = training.optimizer.param_groups[0]["lr"]
-        trajectory(training, 3)
-        assert training.optimizer.param_groups[0]["lr"] == rate
+    for given, follows in ((params, True), ({**params, "lr": 0.3}, False)):
+        training = trainer(plan("dp-sgd", given))
+        rate, released = training.optimizer.param_groups[0]["lr"], []
+        taken = training.run.take_step
+        training.run.take_step = lambda taken=taken, released=released: released.append(taken()) or released[-1].clone()
+        for _ in range(5):
+            used, before = training.run.clip_norm, flat(training.model)
+            training._one_step()
+            expected = rate * released[-1] / training.plan.lot_size * (training.plan.clip_norm / used if follows else 1)
+            torch.testing.assert_close(before - flat(training.model), expected)
+        assert used != training.plan.clip_norm
 
 
 def test_a_checkpoint_brings_its_rate_along(tmp_path):

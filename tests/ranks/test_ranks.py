@@ -8,6 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import fodp
 from fodp.methods import METHODS
+from fodp.methods.parts import rate_rules
 from fodp.ranks import ALONE, here
 from fodp.testing import PARTS
 from methods_for_tests import data, flat, losses, network, plan, trainer
@@ -44,6 +45,20 @@ def test_every_method_is_the_same_on_one_two_and_three_ranks(count, variants):
             assert many[1:4] == first[1:4] == one[1:4], method  # ε, steps, variance of the noise
             assert torch.equal(many[0], first[0])
             assert all(map(torch.equal, many[4], first[4]))
+
+
+def test_a_rate_that_follows_releases_is_the_same_on_all_ranks(monkeypatch):
+    def rates(_):
+        monkeypatch.setattr(rate_rules, "_CHANCE", 0.0)  # so that few steps move it
+        training = trainer(plan("dp-sgd", dict(rate_rule="transcript"), steps=6))
+        training.fit()
+        return training.optimizer.param_groups[0]["lr"] / training.learning_rate, flat(training.model)
+
+    alone = rates(0)
+    for factor, reached in (everywhere := in_ranks(2, rates)):
+        assert factor == pytest.approx(alone[0])
+        assert factor != 1
+        assert torch.equal(reached, everywhere[0][1])
 
 
 def test_microbatches_exact_noise_dropout_copies_and_other_data_sets():

@@ -440,6 +440,20 @@ def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     assert saved["state"]["average"]["count"] == 4
 
 
+@pytest.mark.rule(12)
+def test_a_rate_rule_adds_an_average_of_iterates_and_its_votes_to_a_checkpoint(tmp_path):
+    plan = fodp.Plan(
+        sampling_rate=0.05, steps=4, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
+        method="dp-sgd", params=dict(rate_rule="transcript"),
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
+    state = checkpoint.load(tmp_path / "c.pt")["state"]
+    votes = {"mean": Each(torch.Tensor), "seen": int, "votes": float, "variance": float}
+    assert unlisted(state["rate"], votes) == []
+    assert state["rate"]["seen"] == 4
+
+
 @pytest.mark.rule(26)
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""

@@ -101,14 +101,18 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
     return said
 
 
-def completed(said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None) -> dict[str, Any]:
+def completed(
+    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, sharded: bool = False
+) -> dict[str, Any]:
     """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
     from fodp.methods import recipe
 
     config = {**defaults, **(preset or {}), **said}
     if preset or _OF_THE_METHOD & said.keys():
         return config
-    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}  # a rate that was said wins
+    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}
+    if sharded or said.get("lr", "auto") != "auto":  # no rank has the whole iterate; a rate that was said stays
+        del params["rate_rule"]
     return {**config, "method": recipe.METHOD, "set": params}
 
 

@@ -357,7 +357,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = completed(said, _DEFAULTS, preset)
+    config = completed(said, _DEFAULTS, preset, sharded=bool(options.sharded))
     if options.ledger is not None:
         if "dataset_name" not in config:
             raise ConfigurationError(

@@ -61,7 +61,7 @@ _NEEDS = {
 # Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
 _LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
           "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup",
-          *shapes.ACTING)  # fmt: skip
+          "rate_rule", *shapes.ACTING)  # fmt: skip
 CLIPPINGS = ("flat", "per-layer", "normalised")
 
 
@@ -88,6 +88,9 @@ class CommonParams:
         numbers alone (`fodp.methods.parts.rates`), by methods that know what noise they accumulate.
     lr_schedule: constant, linear or cosine: public factors on the rate, down to nothing at the plan's end, after
         `lr_warmup` steps of rising ones. lr is the largest.
+    rate_rule: none, or transcript: after a quarter of the plan the rate is raised, to four times at most, while
+        releases agree with the recent way of the run beyond their known noise, and lowered while they want to go back
+        (`fodp.methods.parts.rate_rules`). By methods whose releases have fresh noise.
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -156,6 +159,7 @@ class CommonParams:
     auto_ratio: float = 2.0
     lr_schedule: str = "constant"
     lr_warmup: int = 0
+    rate_rule: str = "none"
 
     def __post_init__(self) -> None:
         if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
@@ -373,7 +377,25 @@ class Method:
                 f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
                 "leave out the filter, or use another update"
             )
+        self._refuse_noise_that_is_not_fresh()
         self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
+
+    def _refuse_noise_that_is_not_fresh(self) -> None:
+        """A rate that follows releases takes their noise for independent of the way before, of a known size."""
+        if not self.parts.rates.follows:
+            return
+        params = self.params
+        if params.shape in ("kronecker", "transcript"):
+            raise ConfigurationError(
+                f"rate_rule='transcript' must know the noise of every number, and shape={params.shape!r} mixes or "
+                "moves it: leave rate_rule out, or use shape='fan-in'"
+            )
+        if self.correlates_noise or self.parts.filter is not None:
+            what = self.name if self.correlates_noise else f"filter={params.filter!r}"
+            raise ConfigurationError(
+                f"rate_rule='transcript' asks what fresh noise is in a release, and with {what} there is noise of "
+                "earlier ones in it: leave rate_rule out"
+            )
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> "Method":

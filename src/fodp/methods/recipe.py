@@ -1,7 +1,7 @@
 """The recommended recipe: what `fodp train` uses where nothing is said about the method.
 
-It needs no search: the learning rate follows from public numbers. It was chosen on validation data among the rows
-without a search of `fodp reproduce utility`; docs/utility.md shows how it fares on test data.
+It needs no search: the learning rate follows from public numbers and then from releases. It was chosen on validation
+data (`benchmarks/rate_rules.py`); docs/utility.md shows how it fares on test data.
 """
 
 from collections.abc import Mapping
@@ -9,4 +9,4 @@ from types import MappingProxyType
 from typing import Any, Final
 
 METHOD: Final = "dp-sgd"
-PARAMS: Final[Mapping[str, Any]] = MappingProxyType({"shape": "fan-in", "lr": "auto"})
+PARAMS: Final[Mapping[str, Any]] = MappingProxyType({"shape": "fan-in", "lr": "auto", "rate_rule": "transcript"})

@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import torch
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
-from fodp._lengths import read
+from fodp._lengths import in_tensors
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.methods import Method
+from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
 from fodp.plan import Plan
@@ -19,7 +21,8 @@ from fodp.run import Run
 
 # Parameters of a method that nothing but its own optimizer uses.
 _OF_THE_OPTIMIZER = (
-    "lr", "auto_ratio", "lr_schedule", "lr_warmup", "beta1", "beta2", "adam_eps", "weight_decay", "bc_floor"
+    "lr", "auto_ratio", "lr_schedule", "lr_warmup", "rate_rule", "beta1", "beta2", "adam_eps",
+    "weight_decay", "bc_floor",
 )  # fmt: skip
 PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
@@ -55,15 +58,29 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
 def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Before an update: the rate of the step that was just taken, where the method's own optimizer has a schedule.
 
-    Public numbers, and with lr="auto" and a quantile the clip norm of the step, which is made of releases.
+    Public numbers, and with a rate rule the releases themselves, which are in `.grad` now. With lr="auto" and a
+    quantile the gradient is scaled by C/C_t, made of releases, so that its noise is that of the plan's clip norm: on
+    the device, which may be the only one to know C_t.
     """
     if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
     factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
-    if _follows_clip(run):
-        factor *= run.plan.clip_norm / read(run.last_clip_norm)  # waits for a device that knows it
+    if run.followed is not None:
+        factor *= run.ranks.number(partial(_followed, run, run.followed))
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
+        if _follows_clip(run):
+            relative = run.plan.clip_norm / in_tensors(run.last_clip_norm)
+            for parameter in group["params"]:
+                parameter.grad.mul_(relative)
+
+
+def _followed(run: Run, rule: FollowedTranscript) -> float:
+    """What a rate rule makes of the release of the step."""
+    parameters = run.engine.layout.parameters
+    std = math.sqrt(float(run.noise_variance()))
+    deviations = [std * math.sqrt(run.noise_share(p)) for p in parameters]
+    return rule.factor(parameters, [p.grad for p in parameters if p.grad is not None], deviations)
 
 
 def _moves(run: Run) -> bool:

@@ -81,6 +81,7 @@ FULL_ROWS: tuple[Row, ...] = (
     _auto("DP-SGD, kronecker", **KRONECKER),
     _auto("DP-Adam", "dp-adam"),
     _auto("DP-SGD, fan-in, linear decay", **FAN_IN, lr_schedule="linear"),
+    _auto("DP-SGD, fan-in, rate by transcript", **FAN_IN, rate_rule="transcript"),
     _auto("DP-SGD, fan-in, EMA", **FAN_IN, average="ema"),
     _auto("DP-SGD, fan-in, tail average", **FAN_IN, average="tail"),
     *FRACTIONAL_ROWS,
@@ -88,11 +89,10 @@ FULL_ROWS: tuple[Row, ...] = (
     Row(CEILING, NON_PRIVATE),
 )
 # Learned shapes of FO, and what hardly differs from another row, are shown where runs are cheap.
-_DEAR = ("FO-DP-SGD, kronecker", "FO-DP-SGD, transcript")
+_DEAR = ("FO-DP-SGD", "FO-DP-SGD, kronecker", "FO-DP-SGD, transcript", "DP-SGD, fan-in, tail average")
 MOST_ROWS = tuple(row for row in FULL_ROWS if row.label not in _DEAR)
 _FEWER = (
-    *_DEAR, "FO-DP-SGD", "DP-SGD, transcript", "DP-SGD, normalised clipping", "DP-Adam", "DP-Adam, untuned",
-    "DP-SGD, fan-in, tail average",
+    *_DEAR, "DP-SGD, transcript", "DP-SGD, normalised clipping", "DP-Adam", "DP-Adam, untuned",
 )  # fmt: skip
 FEWER_ROWS = tuple(row for row in FULL_ROWS if row.label not in _FEWER)
 _SHORT = (

@@ -23,7 +23,7 @@ fan-in and the usual initial weights all wide layers are disturbed alike; withou
   that of gradient descent over a distance, c·|θ|/(|g|·√T), with a length |g| that is known beforehand.
 * Adam divides by the size of what it gets, which is noise: its walk is √T whatever σ, C and L are, more if a filter
   made its releases smaller than what they add up to. Weight decay is left out, and so is `adam_eps`.
-* With a quantile, plain steps follow the clip norm: the rate of a step is C/C_t times the run's, by releases alone.
+* With a quantile, plain steps follow the clip norm: a release is scaled by C/C_t, which is made of releases alone.
 """
 
 import math
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp.methods.parts.rate_rules import RATE_RULES
 from fodp.methods.parts.updates import CorrectedAdam, Sgd, Update
 
 AUTO = "auto"
@@ -52,20 +53,27 @@ class RateSchedule:
     """Public factors on the learning rate: constant, or falling over the plan's steps, after a warm-up if asked for.
 
     linear: 1 - t/T at step t = 0, 1, …; cosine: ½(1 + cos(πt/T)). In the first `lr_warmup` steps k it is (t+1)/k of
-    that.
+    that. `rate_rule` transcript multiplies it by what releases say (`rate_rules`).
     """
 
     lr_schedule: str
     lr_warmup: int
+    rate_rule: str = "none"
 
     def __post_init__(self) -> None:
         _checks.one_of("lr_schedule", self.lr_schedule, SCHEDULES)
         _checks.whole("lr_warmup", self.lr_warmup, minimum=0)
+        _checks.one_of("rate_rule", self.rate_rule, RATE_RULES)
 
     @cached_property
     def acts(self) -> bool:
-        """Whether any factor differs from 1."""
-        return self.lr_schedule != "constant" or self.lr_warmup > 1
+        """Whether any factor may differ from 1."""
+        return self.lr_schedule != "constant" or self.lr_warmup > 1 or self.follows
+
+    @property
+    def follows(self) -> bool:
+        """Whether releases move the rate."""
+        return self.rate_rule != "none"
 
     def factors(self, steps: int) -> Numbers:
         """Those of all steps of a plan."""

@@ -1,0 +1,195 @@
+"""rate_rule="transcript": releases that agree with the recent way beyond their noise raise the rate."""
+
+import math
+
+import pytest
+import torch
+
+from fodp import ConfigurationError, testing
+from fodp.methods.parts import rate_rules
+from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
+from fodp.run import refuse_unfit_for_slices
+from fodp.training import fitting
+from methods_for_tests import delete_one, network, plan, trainer, trajectory
+
+FOLLOWED = dict(rate_rule="transcript", shape="fan-in", width=4.0)
+STEPS = 200
+SIZES = (400, 5, 30)
+DEVIATIONS = (0.1, 1.0, 0.5)  # of the noise in each parameter
+
+
+@pytest.fixture
+def hears_all(monkeypatch):
+    """The slightest agreement moves the rate, from the second step on: what leaks would be seen."""
+    monkeypatch.setattr(rate_rules, "_UNHEARD", 0.0)
+    monkeypatch.setattr(rate_rules, "_CHANCE", 0.0)
+
+
+def transcript(signal=0.0, seed=0, steps=STEPS):
+    """Iterates before each step, and releases, of plain steps: a steady direction in units of the noise, and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    iterate = [torch.randn(size, generator=generator) for size in SIZES]
+    for _ in range(steps):
+        releases = [
+            deviation * (torch.randn(size, generator=generator) + signal)
+            for size, deviation in zip(SIZES, DEVIATIONS, strict=True)
+        ]
+        yield iterate, releases
+        iterate = [x - 0.1 * release for x, release in zip(iterate, releases, strict=True)]
+
+
+def factors(known, rule=None):
+    rule = rule or FollowedTranscript(STEPS)
+    return [rule.factor(iterate, releases, DEVIATIONS) for iterate, releases in known]
+
+
+def z_of(rule):
+    return rule._votes / math.sqrt(rule._variance)
+
+
+def test_the_same_transcript_gives_the_same_rates_also_from_a_saved_state():
+    known = list(transcript(0.1))
+    once = factors(known)
+    assert once[:50] == [1.0] * 50
+    assert len(set(once)) > 20
+    assert once == factors(known)
+    first, second = FollowedTranscript(STEPS), FollowedTranscript(STEPS)
+    begun = factors(known[:120], first)
+    second.load_state_dict(first.state_dict())
+    factors(known[:7], first)  # what was saved is a copy
+    assert begun + factors(known[120:], second) == once
+
+
+def test_of_noise_alone_z_is_standard():
+    """Mean 0 and variance 1 at any step, whatever the sizes of parameters and noises."""
+    found = []
+    for seed in range(150):
+        factors(transcript(seed=seed, steps=60), rule := FollowedTranscript(60))
+        found.append(z_of(rule))
+    numbers = torch.tensor(found)
+    assert abs(numbers.mean()) < 4 / math.sqrt(150)
+    assert numbers.var().item() == pytest.approx(1, abs=0.5)
+    # The measure is able to see a wrong deviation.
+    halved = []
+    for seed in range(50):
+        rule = FollowedTranscript(60)
+        for iterate, releases in transcript(seed=seed, steps=60):
+            rule.factor(iterate, releases, [deviation / 2 for deviation in DEVIATIONS])
+        halved.append(z_of(rule))
+    assert torch.tensor(halved).var() > 1.5
+
+
+def test_chance_and_the_first_quarter_leave_the_rate_alone():
+    still = [factor == 1.0 for seed in range(20) for factor in factors(transcript(seed=seed))]
+    assert sum(still) > 0.93 * len(still)
+    assert factors(transcript(0.5))[: STEPS // 4] == [1.0] * (STEPS // 4)
+
+
+def test_agreement_raises_the_rate_and_turning_back_lowers_it_within_bounds():
+    assert factors(transcript(0.5))[-1] == WIDEST
+    opposed = [(iterate, [-release for release in releases]) for iterate, releases in transcript(0.5)]
+    assert factors(opposed)[-1] == 1 / WIDEST
+
+
+def test_a_small_layer_is_heard_beside_a_large_one():
+    """One number agrees, beside a hundred thousand of noise."""
+    generator, rule = torch.Generator().manual_seed(0), FollowedTranscript(STEPS)
+    iterate = [torch.zeros(100_000), torch.zeros(1)]
+    for _ in range(STEPS):
+        releases = [torch.randn(100_000, generator=generator), torch.randn(1, generator=generator) + 1.0]
+        rule.factor(iterate, releases, (1.0, 1.0))
+        iterate = [x - release for x, release in zip(iterate, releases, strict=True)]
+    assert z_of(rule) > 3
+
+
+@pytest.mark.rule(12)
+@pytest.mark.parametrize("params", [{}, dict(quantile=0.5), dict(update="adam"), dict(lr_schedule="linear", lr=0.2)])
+def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
+    """Anybody who knows the weights, the releases and the plan can work out the rates."""
+    given = {name: value for name, value in FOLLOWED.items() if "update" not in params or name == "rate_rule"}
+    the_plan = plan("dp-sgd", {**given, **params}, steps=40)
+    training = trainer(the_plan)
+    rule, group = FollowedTranscript(40), training.optimizer.param_groups[0]
+    parameters, seen = list(training.model.parameters()), []
+    for step in range(40):
+        before = [p.detach().clone() for p in parameters]
+        training._one_step()
+        std = math.sqrt(float(training.run.noise_variance()))
+        deviations = [std * math.sqrt(training.run.noise_share(p)) for p in parameters]
+        factor = rule.factor(before, [p.grad for p in parameters], deviations)
+        seen.append(factor)
+        factor *= the_plan.algorithm.parts.rates.at(step, 40)
+        if "quantile" in params:
+            factor *= the_plan.clip_norm / float(training.run.last_clip_norm)
+        assert group["lr"] == pytest.approx(training.learning_rate * factor)
+    assert len(set(seen)) > 10
+
+
+@pytest.mark.rule(12)
+def test_no_example_moves_the_rate_but_by_releases(hears_all):
+    assert delete_one(plan("dp-sgd", FOLLOWED, steps=8)) == []
+
+
+class TestWrongRule:
+    """One that is given clean gradients in place of releases."""
+
+    def test_it_is_caught(self, monkeypatch, hears_all):
+        def clean(run, rule):
+            model, rows = network(), [c.nan_to_num() for c in run._fetcher._columns]
+            model.load_state_dict(run.engine.model.state_dict())
+            testing.losses(model, (rows[0], rows[1].long())).sum().backward()
+            parameters = list(model.parameters())
+            return rule.factor(parameters, [p.grad for p in parameters], [0.1] * len(parameters))
+
+        monkeypatch.setattr(fitting, "_followed", clean)
+        found = delete_one(plan("dp-sgd", FOLLOWED, steps=8))
+        assert any("optimizer after step" in fault or "parameters after step" in fault for fault in found)
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path, hears_all):
+    the_plan = plan("dp-sgd", FOLLOWED, steps=30)
+    first = trainer(the_plan)
+    trajectory(first, 15)
+    assert first.optimizer.param_groups[0]["lr"] != first.learning_rate
+    first.save(tmp_path / "c.pt")
+    second = trainer(the_plan)
+    second.resume(tmp_path / "c.pt")
+    assert torch.equal(trajectory(first, 15), trajectory(second, 15))
+
+
+def test_a_plan_without_one_is_the_plan_from_before():
+    assert "rate_rule" not in plan("dp-sgd").params
+    assert plan("dp-sgd", FOLLOWED).params["rate_rule"] == "transcript"
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "says"),
+    [
+        ("dp-sgd", dict(rate_rule="up"), "rate_rule"),
+        ("dp-sgd", dict(rate_rule="transcript", filter="momentum"), "filter='momentum'"),
+        ("dp-sgd", dict(rate_rule="transcript", shape="kronecker"), "shape='kronecker' mixes"),
+        ("fo-dp-sgd", dict(rate_rule="transcript"), "with fo-dp-sgd there is noise of earlier"),
+        ("fo-noise", dict(rate_rule="transcript", bands=2), "with fo-noise"),
+    ],
+)
+def test_what_it_does_not_understand_is_refused(method, params, says):
+    with pytest.raises(ConfigurationError, match=says):
+        plan(method, params)
+
+
+def test_it_is_not_for_slices_of_a_model():
+    with pytest.raises(ConfigurationError, match="ranks hold slices"):
+        refuse_unfit_for_slices(plan("dp-sgd", FOLLOWED))
+    refuse_unfit_for_slices(plan("dp-sgd"))
+
+
+def test_it_is_not_for_a_rate_of_ones_own():
+    model = network()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="rate_rule='transcript', which does nothing beside an optimizer"):
+        trainer(plan("dp-sgd", dict(rate_rule="transcript")), model, optimizer=own)
+    with pytest.raises(ConfigurationError, match="both would move the rate"):
+        trainer(
+            plan("dp-sgd", FOLLOWED),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        )
