@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 import fodp
 from fodp.accounting.budget import Repetitions
@@ -26,6 +26,7 @@ from fodp.data.models import build
 from fodp.ledger import Ledger
 from fodp.ledger.card import faults, summary
 from fodp.ledger.fingerprint import fingerprint
+from fodp.tuning.sealed import Sealed
 from odd_input_for_tests import mostly_plain, odd, plain, run, text
 
 WORDS = ("--dataset=digits", "--method=dp-sgd", "--target-epsilon=4", "--epochs=1", "--vary=lr=0.1,0.2,0.4", "--runs=4")
@@ -149,7 +150,7 @@ def test_a_search_that_is_resumed_makes_the_runs_that_were_drawn(tune, tmp_path,
     sealed = tmp_path / "s" / "sealed"
     assert stat.S_IMODE(sealed.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in sealed.iterdir()} == {0o600}
-    assert {file.name for file in sealed.iterdir()} == {"state.json", "best.safetensors"}
+    assert {file.name for file in sealed.iterdir()} == {"state.json", "best-1"}
     done = json.loads((sealed / "state.json").read_text())["done"]
     assert tune("--resume", "--json", new=False, pool=second, draws=[0] * 50) == 0
     assert len(done) + len(second.asked) == 4
@@ -157,11 +158,55 @@ def test_a_search_that_is_resumed_makes_the_runs_that_were_drawn(tune, tmp_path,
     assert {file.name for file in (tmp_path / "s").iterdir()} == LEFT
 
 
+@pytest.mark.rule(11)
+@pytest.mark.parametrize("again", [0.3, 0.6])
+def test_a_kill_while_the_best_is_written_mixes_no_two_runs(tune, tmp_path, capsys, monkeypatch, again):
+    """Between its weights and the state: the run is made anew, and its first try is in nothing that leaves."""
+
+    def killed(self, state, write=Sealed._write):
+        if state.best and state.best["score"] == 0.9:
+            raise KeyboardInterrupt
+        write(self, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sealed, "_write", killed)
+        one_at_a_time = Here()
+        one_at_a_time.jobs = 0.5  # two for each job are handed out, and done in any order
+        assert tune(draws=(0, 1), pool=one_at_a_time) == 130
+    assert tune("--resume", "--json", new=False, pool=Here({0.1: 0.5, 0.2: again}), draws=()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["score"] == max(0.5, again)
+    weights = load_file(result["model"])
+    assert all((tensor == result["score"]).all() for tensor in weights.values())
+
+
+def test_the_recipe_is_searched_where_no_method_is_named(tune, tmp_path, capsys):
+    """Its rate is what is tried; what a user says twice is refused."""
+    words = [word for word in WORDS if not word.startswith("--method")]
+    assert main(["tune", *words, "--lr=0.3", "--quiet", f"--out={tmp_path / 'twice'}"]) == 2
+    assert "lr is given twice" in capsys.readouterr().err
+    assert tune(*words, "--json", new=False) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["method"], result["winner"]) == ("dp-sgd", {"lr": 0.2})
+    plans = json.loads((tmp_path / "s" / "config.json").read_text())["plans"]
+    assert [(plan["params"]["shape"], plan["params"]["lr"]) for plan in plans] == [
+        ("fan-in", rate) for rate in (0.1, 0.2, 0.4)
+    ]
+
+
 def test_without_its_sealed_state_a_search_is_not_begun_anew(tune, tmp_path, capsys):
     assert tune(pool=Here(stop_after=1)) == 130
     (tmp_path / "s" / "sealed" / "state.json").unlink()
     assert tune("--resume", new=False) == 2
     assert "another number would not be the one that was paid for" in capsys.readouterr().err
+
+
+def test_without_the_weights_of_the_best_run_nothing_leaves(tune, tmp_path, capsys):
+    assert tune(pool=Here(stop_after=2), draws=(1, 0, 0)) == 130
+    (tmp_path / "s" / "sealed" / "best-0").unlink()
+    assert tune("--resume", new=False) == 2
+    assert "restore a copy" in capsys.readouterr().err
+    assert not (tmp_path / "s" / "result.json").exists()
 
 
 def test_runs_that_diverge_are_worse_than_any_other(tune, tmp_path, capsys):
@@ -370,7 +415,7 @@ def test_a_real_search_is_killed_and_resumed(tmp_path, ray):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([*words, *WORDS, "--epochs=4"], env=environment, start_new_session=True)
     end = time.monotonic() + 240
-    while not (out / "sealed" / "best.safetensors").exists():
+    while not list(out.glob("sealed/best-*")):
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.02)

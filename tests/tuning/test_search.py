@@ -84,6 +84,16 @@ def test_candidates_are_drawn_alike_and_with_replacement():
 def test_what_the_plan_would_choose_is_not_left_to_a_search():
     with pytest.raises(ConfigurationError, match="--set"):
         calibrated([template(method="fo-noise")], Repetitions(4.0), 3.0)
+    with pytest.raises(ConfigurationError, match="--set"):
+        calibrated([template(method="fo-noise", params=dict(bands=4, order=None))], Repetitions(4.0), 3.0)
+
+
+def test_bands_that_are_given_may_be_searched():
+    search = calibrated(
+        [template(method="fo-noise", params=dict(bands=2, lr=lr)) for lr in (1, 2)], Repetitions(4.0), 3.0
+    )
+    assert {plan.algorithm.turns for plan in search.candidates} == {2}
+    assert search.epsilon <= 3
 
 
 def test_the_grid_has_all_combinations():

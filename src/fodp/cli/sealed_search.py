@@ -180,7 +180,7 @@ def conclude(
         plan = search.final[winner] if search.final else search.candidates[winner]
         if search.final and state.final is None:  # kept sealed before it is shown: a second one was not paid for
             sealed.keep_final(state, _result_of(pool.submit(sealed_run, json.dumps(config), plan.to_dict(), None)))
-        score, weights = (state.final or state.best)["score"], sealed.weights()
+        score, weights = (state.final or state.best)["score"], sealed.weights(state)
         result |= {"winner": {name: plan.params[name] for name in config["vary"]}, "score": score}
         result["noise_multiplier"] = plan.noise_multiplier
         if weights:

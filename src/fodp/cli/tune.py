@@ -96,7 +96,10 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
             raise ConfigurationError(f"--{name.replace('_', '-')} is not for a search: {why}; leave it out")
     if config.get("target_epsilon") is None:
         raise ConfigurationError("how private? add --target-epsilon EPS, which is that of the whole search")
-    config["vary"] = _varied(config)
+    config["vary"] = _varied(said)
+    # What is tried stands for itself, also where the recipe has a value.
+    if "set" in config:
+        config["set"] = {name: value for name, value in config["set"].items() if name not in config["vary"]}
     if options.data_dir is not None:
         config["data_dir"] = os.path.abspath(options.data_dir)
     for name in ("dataset", "test_data", "owners"):  # workers may look from elsewhere
@@ -126,15 +129,15 @@ def _with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[st
     return config
 
 
-def _varied(config: dict[str, Any]) -> dict[str, list[Any]]:
+def _varied(said: dict[str, Any]) -> dict[str, list[Any]]:
     """{parameter: values}, from texts like lr=0.1,0.2."""
     varied: dict[str, list[Any]] = {}
-    for item in config.get("vary", ()):
+    for item in said.get("vary", ()):
         name, equals, texts = item.partition("=")
         name = name.strip()
         if not equals or not name or not all(text.strip() for text in texts.split(",")):
             raise ConfigurationError(f"--vary takes NAME=VALUE,VALUE, for example --vary lr=0.1,0.2,0.4; got {item!r}")
-        if name in varied or name in config.get("set", {}) or (name in ("lr", "shape") and name in config):
+        if name in varied or name in said.get("set", {}) or (name in ("lr", "shape") and name in said):
             raise ConfigurationError(f"{name} is given twice: vary it, or set it")
         varied[name] = [setting(f"{name}={text.strip()}")[1] for text in texts.split(",")]
     return varied

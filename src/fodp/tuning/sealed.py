@@ -29,12 +29,13 @@ class State:
 class Sealed:
     """A folder for its owner alone (mode 0700, files 0600) with the state and the best run's weights, gone at the end.
 
-    Of other runs nothing is ever written: the best so far takes the place of the one before it.
+    Of other runs nothing is kept: the best so far takes the place of the one before it. The state names the file of the
+    weights that belong to it, so a kill between the two leaves no score beside the weights of another run.
     """
 
     def __init__(self, folder: Path):
         self.path = folder / "sealed"
-        self._state, self._weights = self.path / "state.json", self.path / "best.safetensors"
+        self._state = self.path / "state.json"
 
     def begin(self, state: State) -> None:
         """Write the state of a search that has not made a run yet."""
@@ -47,7 +48,7 @@ class Sealed:
     def read(self) -> State:
         """The state of the search that is resumed."""
         try:
-            return State(**json.loads(self._state.read_text(encoding="utf-8")))
+            state = State(**json.loads(self._state.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise LedgerError(
                 f"{self._state} is gone, and with it how many runs the search is to make: another number would not be "
@@ -55,30 +56,46 @@ class Sealed:
             ) from None
         except (OSError, ValueError, TypeError) as error:
             raise LedgerError(f"{self._state} cannot be read ({error}): restore a copy of it") from None
+        self._forget_others(state)
+        return state
 
     def take_in(self, state: State, place: int, found: dict[str, Any]) -> None:
         """One run is done. It is the best so far, or it is forgotten."""
         if _better(found, state.best):
-            with atomically(self._weights) as part:
-                part.write_bytes(found["weights"])
+            self._keep(f"best-{place}", found["weights"])
             state.best = {"place": place, "score": found["score"], "lot": found["lot"]}
         state.done.append(place)
         self._write(state)
 
     def keep_final(self, state: State, found: dict[str, Any]) -> None:
         """The run on all data is done; its weights take the place of the best run's."""
-        with atomically(self._weights) as part:
-            part.write_bytes(found["weights"])
+        self._keep("final", found["weights"])
         state.final = {"score": found["score"]}
         self._write(state)
 
-    def weights(self) -> bytes:
+    def weights(self, state: State) -> bytes:
         """Of what will leave; empty where that diverged."""
-        return self._weights.read_bytes()
+        file = self._weights(state)
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{file} cannot be read ({error.strerror}): restore a copy of it") from None
 
     def remove(self) -> None:
         """Leave nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _weights(self, state: State) -> Path:
+        """A run that is in the state is never made again, so no later try writes a file of this name."""
+        assert state.best is not None
+        return self.path / ("final" if state.final else f"best-{state.best['place']}")
+
+    def _keep(self, name: str, weights: bytes) -> None:
+        try:
+            with atomically(self.path / name) as part:
+                part.write_bytes(weights)
+        except OSError as error:
+            raise PrivacyError(f"{self.path / name} could not be written ({error.strerror}): free the disk") from None
 
     def _write(self, state: State) -> None:
         try:
@@ -87,6 +104,13 @@ class Sealed:
                 os.chmod(part, 0o600)
         except OSError as error:
             raise PrivacyError(f"{self._state} could not be written ({error.strerror}): free the disk") from None
+        self._forget_others(state)
+
+    def _forget_others(self, state: State) -> None:
+        """Also what a kill has left of a run that is made anew."""
+        wanted = {self._state} | ({self._weights(state)} if state.best else set())
+        for file in set(self.path.iterdir()) - wanted:
+            file.unlink(missing_ok=True)
 
 
 def _better(found: dict[str, Any], best: dict[str, Any] | None) -> bool:

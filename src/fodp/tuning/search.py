@@ -97,7 +97,7 @@ def calibrated(
     """
     delta = templates[0].delta
     for plan in templates:
-        if plan.algorithm.candidates(plan):
+        if any(replace(plan, params={**plan.params, **choice}) != plan for choice in plan.algorithm.candidates(plan)):
             raise ConfigurationError(
                 f"{plan.method} leaves a parameter to the plan's calibration, which a search cannot do for runs that "
                 "are compared: give it with --set, or vary it"
