@@ -35,6 +35,8 @@ def joined(seconds: float | None) -> Iterator["Alone | None"]:
     _join(timedelta(seconds=wait))
     try:
         yield from _speaking()
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()  # a rank that leaves first breaks the connection that another may still be using
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
