@@ -256,7 +256,7 @@ def test_the_command_line_exits_with_the_verdict(tmp_path, capsys):
     assert said == json.loads((tmp_path / "audit.json").read_text())
     assert (tmp_path / "audit.png").exists()
     with registered(UnclippedParameter):
-        assert main([word.replace("dp-sgd", "unclipped-parameter") for word in quick]) == 1
+        assert main([*(word.replace("dp-sgd", "unclipped-parameter") for word in quick), "--lr", "0.1"]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out.splitlines()[-1])["attacks"][0]["fault_count"] > 0
     assert "VIOLATION" in captured.err

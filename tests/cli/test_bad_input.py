@@ -15,6 +15,7 @@ import torch
 
 import fodp
 from fodp.cli.main import main
+from fodp.methods import recipe
 from fodp.training.checkpoint import FORMAT
 
 QUICK = ["--epochs", "0.2", "--quiet", "--noise-multiplier", "2", "--accountant", "rdp", "--threads", "1"]
@@ -310,8 +311,9 @@ def test_odd_data_trains_to_a_finite_model_with_the_same_epsilon(capsys, tmp_pat
     assert main(["train", *words, "--json", "--out", str(tmp_path / "r")]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     plan = fodp.Plan(
-        sampling_rate=0.1, steps=10, lot_size=4, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, accountant="rdp"
-    )
+        sampling_rate=0.1, steps=10, lot_size=4, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, accountant="rdp",
+        method=recipe.METHOD,
+    )  # fmt: skip
     assert result["epsilon"] == plan.epsilon()
     weights = torch.load(tmp_path / "r" / "checkpoint.pt", weights_only=True)["model"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
@@ -323,7 +325,7 @@ def test_odd_data_trains_to_a_finite_model_with_the_same_epsilon(capsys, tmp_pat
 @pytest.mark.parametrize(
     "words",
     [
-        ["--lot-size", "1e-300"],
+        ["--lot-size", "1e-300", "--lr", "0.1"],
         ["--lr", "1e30", "--clip-norm", "1e10"],
         ["--lr", "1e30", "--set", "update=adamw", "--set", "weight_decay=1"],
     ],
@@ -496,7 +498,7 @@ def test_the_rehearsal_leaves_no_trace(capsys, own_models):
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "r"
-    assert main(["train", *SEEDED, "--out", str(folder)]) == 0
+    assert main(["train", *SEEDED, "--method", "fo-dp-sgd", "--out", str(folder)]) == 0
     return folder
 
 

@@ -72,7 +72,7 @@ class TestImport:
             ("epsilon", "--noise-multiplier", "2", *RATE),
             ("calibrate", "--target-epsilon", "2", *RATE),
             ("ledger", "select", "l", "--dataset-name=d", "--no-budget", "--mean=2", "--noise-multiplier=9", *RATE),
-            ("audit", "--method", "sign-sgd", "--attack", "replay", "--epochs", "0.3", "--quiet"),
+            ("audit", "--method", "sign-sgd", "--lr", "0.1", "--attack", "replay", "--epochs", "0.3", "--quiet"),
         ],
         ids=lambda words: words[0],
     )  # fmt: skip
@@ -82,7 +82,7 @@ class TestImport:
         assert (code, err) == (0, "")
 
     def test_a_run_remembers_it(self, own_method, capsys):
-        words = ("train", *QUICK, "--method", "sign-sgd", "--import", "my_method", "--out", "r")
+        words = ("train", *QUICK, "--method", "sign-sgd", "--lr", "0.1", "--import", "my_method", "--out", "r")
         assert run(capsys, *words)[0] == 0
         own_method()
         assert run(capsys, "train", "--resume", "--quiet", "--out", "r")[0] == 0

@@ -16,7 +16,7 @@ from fodp.data import CARDS
 from fodp.data.models import cross_entropy
 from fodp.methods import METHODS
 from fodp_lab.judging.utility import MET, MISSED, UNKNOWN, Utility
-from fodp_lab.paper import fair, models, text, twin, utility
+from fodp_lab.paper import fair, models, text, utility
 from fodp_lab.paper.code_version import code_of, code_version
 from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
@@ -149,6 +149,8 @@ def test_runs_of_the_fair_comparison_keep_their_keys():
 
 def test_committed_records_are_of_this_code(monkeypatch):
     """What the runner asks: were it otherwise, it would compute 1,743 runs again."""
+    from fodp_lab.paper import twin  # registers its method, which other tests must not see
+
     monkeypatch.setitem(METHODS, twin.Twin.name, twin.Twin)  # another test takes it out again
     known = {(r["algorithm"], r["code"]) for r in Records(ROOT / "results" / "fair.jsonl")}
     assert len(known) > 15

@@ -110,7 +110,10 @@ def loss_fn(model, batch):
 def fitted(collate_fn, model=None, data=None, the_plan=None, **options):
     torch.manual_seed(0)
     model = Reader() if model is None else model
-    trainer = fodp.Trainer(model, loss_fn, data or Texts(), the_plan or plan(), collate_fn=collate_fn, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = fodp.Trainer(
+        model, loss_fn, data or Texts(), the_plan or plan(), optimizer, collate_fn=collate_fn, **options
+    )
     trainer.fit()
     return trainer.run.parameters()
 
