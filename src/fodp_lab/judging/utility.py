@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 
 from fodp_lab.judging.results import FIELDS
 from fodp_lab.judging.statistics import Difference, paired
@@ -83,15 +82,6 @@ class Utility:
         if label not in c.rows or against not in c.rows:
             return None
         return paired(*(c.accuracies(c.rows[name], trial.setting) for name in (label, against)))
-
-    def cost(self, label: str) -> float | None:
-        """What a final run takes over one of DP-SGD: the median over settings and seeds; None without both."""
-        ratios = []
-        for trial, c in self.trials.items():
-            if label in c.rows and label != CEILING:
-                mine, base = (c.seconds(c.rows[name], trial.setting) for name in (label, BASELINE))
-                ratios += [mine[seed] / base[seed] for seed in mine.keys() & base.keys() if base[seed] > 0]
-        return median(ratios) if ratios else None
 
     def validation(self) -> dict[str, dict[Trial, float]]:
         """Validation accuracy by row and setting, what the recipe is chosen by: of searched rows the best run's."""

@@ -165,11 +165,6 @@ class Comparison(fair.Comparison):
         known = [spec for spec in self.search(row, setting, 2) if self._record(spec) is not None]
         return Choice(row.params, self._score(known[0]) if known else float("nan"), False)
 
-    def seconds(self, row: Row, setting: fair.Setting) -> dict[int, float]:
-        """What the final runs took, by seed."""
-        found = ((spec.seed, self._record(spec)) for spec in self.final(row, setting))
-        return {seed: float(record["seconds"]) for seed, record in found if record is not None}
-
     def work(self, row: Row) -> int:
         """How many steps all runs of a row have together."""
         p = self.protocol
