@@ -226,7 +226,7 @@ ABOUT_PEOPLE = (
 )
 PRINTED = (
     r"accuracy 0\.[0-9]{4} on the public test split",
-    rf"learning rate {NUMERAL}, chosen from public numbers only \(lr=auto\)",
+    rf"learning rate {NUMERAL}, chosen from public numbers only \(lr=auto\)(, then by what was released)?",
     rf"epsilon {NUMERAL} at delta {NUMERAL}",
     r"[0-9.]+% of the budget of people is left",
     *STATEMENT,

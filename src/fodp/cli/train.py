@@ -326,7 +326,8 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     else:
         print("no accuracy: there is no public test data to score on", file=text)
     if plan.params["lr"] == AUTO:
-        print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto)", file=text)
+        then = ", then by what was released" if result["params"].get("rate_rule", "none") != "none" else ""
+        print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto){then}", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
     if result["reason"] == "stopped early":
         print(
