@@ -53,7 +53,7 @@ class OnStandIn(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnStandIn":
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        return Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -65,7 +65,7 @@ class OnStandIn(Tensor):
     def __init__(self, held: Tensor):
         self.held = held.detach()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,11 +74,11 @@ class OnStandIn(Tensor):
     @property
     def data(self) -> Tensor:
         """As every tensor's; setting it gives the wrapper other numbers too."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: "OnStandIn") -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, value)
         self.held = value.held
 
     def data_ptr(self) -> int:

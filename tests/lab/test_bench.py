@@ -331,7 +331,7 @@ def test_the_memory_of_exponentials_is_counted_as_it_is():
 class TestOnADevice:
     def test_a_device_that_is_not_there_is_refused_in_words(self, capsys):
         if torch.cuda.is_available():
-            pytest.skip("it is there")
+            pytest.skip("this machine has CUDA, so that it is not refused")
         assert main(["bench", "--device", "cuda"]) == 2
         assert "--device cuda: this machine, or this build of PyTorch" in capsys.readouterr().err
         assert main(["train", "--dataset", "digits", "--target-epsilon", "4", "--device", "cuda"]) == 2

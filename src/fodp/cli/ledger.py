@@ -79,6 +79,22 @@ def is_address(path: str) -> bool:
     return path.startswith(("postgresql://", "postgres://"))
 
 
+def with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration with the ledger that runs share, if one was said, and its budget checked."""
+    if options.ledger is not None:
+        if "dataset_name" not in config:
+            raise ConfigurationError(
+                "a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it"
+            )
+        config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
+        refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
+    elif {"dataset_name", "budget"} & set(config):
+        raise ConfigurationError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
+    if "budget" in config:
+        parse_budget(config["budget"])
+    return config
+
+
 def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budget: bool) -> None:
     """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
     from fodp.ledger import Ledger

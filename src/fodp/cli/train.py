@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import secrets
 import signal
 import sys
@@ -17,7 +16,7 @@ import fodp
 from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
-from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
+from fodp.cli.ledger import parse_budget, with_ledger
 from fodp.cli.ranks import divide, joined
 
 if TYPE_CHECKING:
@@ -359,17 +358,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
     config = completed(said, _DEFAULTS, preset, sharded=bool(options.sharded))
-    if options.ledger is not None:
-        if "dataset_name" not in config:
-            raise ConfigurationError(
-                "a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it"
-            )
-        config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
-        refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
-    elif {"dataset_name", "budget"} & set(config):
-        raise ConfigurationError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
-    if "budget" in config:
-        parse_budget(config["budget"])
+    config = with_ledger(config, options)
     if not _says_how_private(config):
         raise ConfigurationError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
     return config

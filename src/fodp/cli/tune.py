@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, setting
-from fodp.cli.ledger import is_address, parse_budget, refuse_unguarded
+from fodp.cli.ledger import with_ledger
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -111,22 +111,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         )
     if "subsample" in config and "records_per_person" in config:
         raise ConfigurationError("--subsample draws records, and --records-per-person protects people: leave one out")
-    return _with_ledger(config, options)
-
-
-def _with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    if options.ledger is not None:
-        if "dataset_name" not in config:
-            raise ConfigurationError(
-                "a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it"
-            )
-        config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
-        refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
-    elif {"dataset_name", "budget"} & set(config):
-        raise ConfigurationError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
-    if "budget" in config:
-        parse_budget(config["budget"])
-    return config
+    return with_ledger(config, options)
 
 
 def _varied(said: dict[str, Any]) -> dict[str, list[Any]]:
