@@ -12,7 +12,6 @@ from fodp.clipping.engine import Engine
 from fodp.clipping.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.methods.dp_sgd import DPSGD
-from fodp.methods.parts.shapes import Shape
 from fodp.methods.parts.updates import AdamBC
 from fodp.queries import Query
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
@@ -179,7 +178,7 @@ def test_a_shape_of_another_model_is_refused_before_anything_is_drawn():
     with pytest.raises(ConfigurationError, match="2 numbers, and the model has 4 trainable parameters"):
         trainer(plan("dp-sgd", dict(shape=(1.0, 0.5))))
     with pytest.raises(ConfigurationError, match="1 numbers"):
-        Shape(shape=(1.0,), width=64.0).weights([(2, 3), (2,)])
+        plan("dp-sgd", dict(shape=(1.0,))).algorithm.parts.shape.weights([(2, 3), (2,)])
 
 
 def test_what_is_added_to_a_query_must_have_its_shape():

@@ -56,16 +56,16 @@ class Shape:
 
     shape: ShapeChoice
     width: float
-    shape_damping: float = 1.0
-    shape_every: int = 0
-    shape_inputs: str = "auto"
-    shape_sides: str = "outputs"
-    shape_blocks: str = "parameter"
-    shape_warmup: int = 50
-    shape_memory: float = 100.0
-    shape_floor: float = 0.01
-    shape_ceiling: float = 4.0
-    shape_share: float = 0.25
+    shape_damping: float
+    shape_every: int
+    shape_inputs: str
+    shape_sides: str
+    shape_blocks: str
+    shape_warmup: int
+    shape_memory: float
+    shape_floor: float
+    shape_ceiling: float
+    shape_share: float
 
     def __post_init__(self) -> None:
         for name in ("width", "shape_damping", "shape_floor", "shape_ceiling"):
