@@ -80,6 +80,9 @@ def _rate(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
+_rate.__name__ = "rate (a number or auto)"  # as argparse names what it could not read
+
+
 def add_import(parser: argparse.ArgumentParser) -> None:
     """The option by which a command knows methods of the user's own; `main` follows it before the command runs."""
     parser.add_argument(
@@ -102,16 +105,19 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
 
 
 def completed(
-    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, sharded: bool = False
+    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, follows: bool = True
 ) -> dict[str, Any]:
-    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
+    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe.
+
+    `follows`: whether the rate may follow releases. Not where no rank has the whole iterate, nor in a search for rates.
+    """
     from fodp.methods import recipe
 
     config = {**defaults, **(preset or {}), **said}
     if preset or _OF_THE_METHOD & said.keys():
         return config
     params = {name: value for name, value in recipe.PARAMS.items() if name not in said}
-    if sharded or said.get("lr", "auto") != "auto":  # no rank has the whole iterate; a rate that was said stays
+    if not follows or said.get("lr", "auto") != "auto":  # a rate that was said stays
         del params["rate_rule"]
     return {**config, "method": recipe.METHOD, "set": params}
 

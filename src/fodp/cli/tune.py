@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     said = given(options, apart=_ANEW)
-    config = completed(said, _DEFAULTS)
+    config = completed(said, _DEFAULTS, follows=False)
     for name, why in (
         ("noise_multiplier", "a search calibrates the noise so that all of it costs --target-epsilon"),
         ("accountant", "the best of several runs is priced by Rényi divergences"),
