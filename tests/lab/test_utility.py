@@ -167,6 +167,33 @@ def test_code_is_told_by_words_and_not_by_numbers():
     assert of(shape="fan-in", width=4.0) == of(shape="fan-in")
 
 
+def test_a_run_has_the_plan_that_calibration_chose():
+    """Not its noise alone: bands that were left to the plan had been one again, at a third of the ε."""
+    row = next(row for row in HALVED.rows if row.method == utility.FRACTIONAL_NOISE)
+    spec = row.spec(HALVED.setting, HALVED.steps, seed=3).with_(params=dict(lr=0.7))
+    plan = spec.plan()
+    assert plan.params["bands"] > 8
+    assert 0.99 * HALVED.setting.epsilon < plan.epsilon() <= HALVED.setting.epsilon
+    assert (plan.seed, plan.params["lr"]) == (3, 0.7)
+    assert spec.with_(params=dict(lr="auto")).plan().noise_multiplier == plan.noise_multiplier
+
+
+def test_every_recorded_row_has_spent_its_epsilon_and_no_more():
+    """Of the runs that a comparison uses: some lines of the file are of another plan, as results/README.md says."""
+    folder = ROOT / "results"
+    suite = utility.Suite(Records(folder / "utility.jsonl", beside=utility.taken_over(folder)))
+    used = [
+        found
+        for trial, comparison in suite.comparisons.items()
+        for row in comparison.rows.values()
+        for spec in comparison.final(row, trial.setting)
+        if (found := suite.records.get(spec.key)) is not None and spec.target_epsilon is not None
+    ]
+    assert len(used) > 500
+    wrong = [r["key"] for r in used if not 0.98 <= r["final_epsilon"] / r["run"]["target_epsilon"] <= 1]
+    assert wrong == []
+
+
 def test_records_beside_a_file_are_found_and_not_listed(tmp_path):
     mine, other = {"key": "a", "code": "new"}, [{"key": "a", "code": "old"}, {"key": "b", "code": "old"}]
     records = Records(tmp_path / "r.jsonl", beside=other)

@@ -79,11 +79,13 @@ class RunSpec:
             accountant=self.accountant,
             seed=self.seed,
         )
-        noise = self.noise_multiplier or 0.0  # 0 is refused by the plan
-        if self.target_epsilon is not None:
-            noise = _calibrated(json.dumps({**words, "params": _without_rate(self.params), "seed": 0}, sort_keys=True),
-                                self.target_epsilon)  # fmt: skip
-        return Plan(noise_multiplier=noise, **words)
+        if self.target_epsilon is None:
+            return Plan(noise_multiplier=self.noise_multiplier or 0.0, **words)  # 0 is refused by the plan
+        shared = {**words, "params": _without_rate(self.params), "seed": 0}
+        found = _calibrated(json.dumps(shared, sort_keys=True), self.target_epsilon)
+        # The whole plan and not its noise alone: calibration also chooses what was left to it, such as bands.
+        rate = {name: value for name, value in self.params.items() if name == "lr"}
+        return replace(found, params={**found.params, **rate}, seed=self.seed)
 
 
 def _without_rate(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,5 +94,5 @@ def _without_rate(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _calibrated(words: str, target_epsilon: float) -> float:
-    return Plan.calibrated(target_epsilon=target_epsilon, **json.loads(words)).noise_multiplier
+def _calibrated(words: str, target_epsilon: float) -> Plan:
+    return Plan.calibrated(target_epsilon=target_epsilon, **json.loads(words))
