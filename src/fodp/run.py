@@ -23,7 +23,7 @@ from fodp.clipping.buffers import KeptState, modules_of
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
-from fodp.clipping.maps import share
+from fodp.clipping.maps import Factor, share
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
 from fodp.draws import Source
 from fodp.memory import FractionalMemory
@@ -517,10 +517,14 @@ class Run:
 
     def noise_share(self, parameter: Tensor) -> float:
         """What share of that variance the noise of a parameter has: the mean squared factor of its way back."""
+        return share(self.noise_factor(parameter))
+
+    def noise_factor(self, parameter: Tensor) -> Factor:
+        """By which number or map the noise of a parameter came back from the last release; 1 without a shape."""
         if self._shape is not None:
             for known, factor in zip(self.trained, self._shape.current, strict=True):
                 if known is parameter:
-                    return share(factor)
+                    return factor
         return 1.0
 
     @property

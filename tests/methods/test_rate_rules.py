@@ -1,11 +1,13 @@
 """rate_rule="transcript": releases that agree with the recent way beyond their noise raise the rate."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from fodp import ConfigurationError, testing
+from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods.parts import rate_rules
 from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
 from fodp.run import refuse_unfit_for_slices
@@ -16,6 +18,11 @@ FOLLOWED = dict(rate_rule="transcript", shape="fan-in", width=4.0)
 STEPS = 200
 SIZES = (400, 5, 30)
 DEVIATIONS = (0.1, 1.0, 0.5)  # of the noise in each parameter
+
+
+def along(deviations):
+    """Of noise that is the same in all numbers of a parameter."""
+    return [lambda way, deviation=deviation: deviation * float(way.norm()) for deviation in deviations]
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def transcript(signal=0.0, seed=0, steps=STEPS):
 
 def factors(known, rule=None):
     rule = rule or FollowedTranscript(STEPS)
-    return [rule.factor(iterate, releases, DEVIATIONS) for iterate, releases in known]
+    return [rule.factor(iterate, releases, along(DEVIATIONS)) for iterate, releases in known]
 
 
 def z_of(rule):
@@ -74,9 +81,32 @@ def test_of_noise_alone_z_is_standard():
     for seed in range(50):
         rule = FollowedTranscript(60)
         for iterate, releases in transcript(seed=seed, steps=60):
-            rule.factor(iterate, releases, [deviation / 2 for deviation in DEVIATIONS])
+            rule.factor(iterate, releases, along([deviation / 2 for deviation in DEVIATIONS]))
         halved.append(z_of(rule))
     assert torch.tensor(halved).var() > 1.5
+
+
+def test_noise_that_a_map_has_mixed_is_known_too():
+    """z is standard for the map's own deviation along each way, and is not for the mean over all ways."""
+    generator = torch.Generator().manual_seed(1)
+    skew = torch.diag(torch.tensor([4.0, 0.1, 0.1, 0.1, 0.1, 0.1])).double()
+    basis = torch.linalg.qr(torch.randn(6, 6, generator=generator).double())[0]
+    left = Side(torch.zeros((), dtype=torch.float64), basis, skew.diagonal())
+    factor = Kronecker((6, 8), left, None, 0.5)
+    found, mean = [], []
+    for _ in range(200):
+        right, wrong = FollowedTranscript(40), FollowedTranscript(40)
+        x = torch.zeros(6, 8, dtype=torch.float64)
+        for _ in range(40):
+            release = 0.3 * factor(torch.randn(6, 8, generator=generator).double())
+            right.factor([x], [release], [partial(fitting._along, 0.3, factor)])
+            wrong.factor([x], [release], along([0.3 * math.sqrt(share(factor))]))
+            x = x - release
+        found.append(z_of(right))
+        mean.append(z_of(wrong))
+    assert abs(torch.tensor(found).mean()) < 4 / math.sqrt(200)
+    assert torch.tensor(found).var().item() == pytest.approx(1, abs=0.45)
+    assert torch.tensor(mean).var() > 2
 
 
 def test_chance_and_the_first_quarter_leave_the_rate_alone():
@@ -97,13 +127,24 @@ def test_a_small_layer_is_heard_beside_a_large_one():
     iterate = [torch.zeros(100_000), torch.zeros(1)]
     for _ in range(STEPS):
         releases = [torch.randn(100_000, generator=generator), torch.randn(1, generator=generator) + 1.0]
-        rule.factor(iterate, releases, (1.0, 1.0))
+        rule.factor(iterate, releases, along((1.0, 1.0)))
         iterate = [x - release for x, release in zip(iterate, releases, strict=True)]
     assert z_of(rule) > 3
 
 
 @pytest.mark.rule(12)
-@pytest.mark.parametrize("params", [{}, dict(quantile=0.5), dict(update="adam"), dict(lr_schedule="linear", lr=0.2)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        dict(quantile=0.5),
+        dict(update="adam"),
+        dict(lr_schedule="linear", lr=0.2),
+        dict(shape="kronecker", shape_sides="both", shape_every=7),
+        dict(shape="transcript", shape_warmup=3, shape_memory=5.0),
+        dict(shape="transcript", shape_warmup=3, shape_memory=5.0, shape_blocks="row"),
+    ],
+)
 def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
     """Anybody who knows the weights, the releases and the plan can work out the rates."""
     given = {name: value for name, value in FOLLOWED.items() if "update" not in params or name == "rate_rule"}
@@ -115,7 +156,7 @@ def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
         before = [p.detach().clone() for p in parameters]
         training._one_step()
         std = math.sqrt(float(training.run.noise_variance()))
-        deviations = [std * math.sqrt(training.run.noise_share(p)) for p in parameters]
+        deviations = [partial(through, std * matrix) for matrix in blocks(training.run)]
         # With a quantile the update gets C/C_t of the release.
         scaled = the_plan.clip_norm / float(training.run.last_clip_norm) if "quantile" in params else 1.0
         factor = rule.factor(before, [p.grad / scaled for p in parameters], deviations)
@@ -125,9 +166,22 @@ def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
     assert len(set(seen)) > 10
 
 
+def through(matrix, way):
+    return float((matrix @ way.flatten()).norm())
+
+
+def blocks(run):
+    """What noise went through on its way back, written out for each parameter."""
+    for parameter in run.engine.layout.parameters:
+        eye = torch.eye(parameter.numel(), dtype=torch.float64).reshape(-1, *parameter.shape)
+        factor = run.noise_factor(parameter)
+        yield (factor(eye, 1) if isinstance(factor, Kronecker) else factor * eye).flatten(1)
+
+
 @pytest.mark.rule(12)
-def test_no_example_moves_the_rate_but_by_releases(hears_all):
-    assert delete_one(plan("dp-sgd", FOLLOWED, steps=8)) == []
+@pytest.mark.parametrize("shape", ["fan-in", "kronecker", "transcript"])
+def test_no_example_moves_the_rate_but_by_releases(shape, hears_all):
+    assert delete_one(plan("dp-sgd", {**FOLLOWED, "shape": shape}, steps=8)) == []
 
 
 class TestWrongRule:
@@ -139,7 +193,7 @@ class TestWrongRule:
             model.load_state_dict(run.engine.model.state_dict())
             testing.losses(model, (rows[0], rows[1].long())).sum().backward()
             parameters = list(model.parameters())
-            return rule.factor(parameters, [p.grad for p in parameters], [0.1] * len(parameters))
+            return rule.factor(parameters, [p.grad for p in parameters], along([0.1] * len(parameters)))
 
         monkeypatch.setattr(fitting, "_followed", clean)
         found = delete_one(plan("dp-sgd", FOLLOWED, steps=8))
@@ -167,7 +221,6 @@ def test_a_plan_without_one_is_the_plan_from_before():
     [
         ("dp-sgd", dict(rate_rule="up"), "rate_rule"),
         ("dp-sgd", dict(rate_rule="transcript", filter="momentum"), "filter='momentum'"),
-        ("dp-sgd", dict(rate_rule="transcript", shape="kronecker"), "shape='kronecker' mixes"),
         ("fo-dp-sgd", dict(rate_rule="transcript"), "with fo-dp-sgd there is noise of earlier"),
         ("fo-noise", dict(rate_rule="transcript", bands=2), "with fo-noise"),
     ],

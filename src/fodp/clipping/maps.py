@@ -185,6 +185,11 @@ def share(factor: Factor) -> float:
     return factor.mean_square if isinstance(factor, Kronecker) else factor**2
 
 
+def mapped_length(factor: Factor, tensor: Tensor) -> float:
+    """The ℓ2 norm of a parameter's tensor times its factor, or in its map."""
+    return float(factor(tensor).norm()) if isinstance(factor, Kronecker) else factor * float(tensor.norm())
+
+
 def _along(side: Side | None, tensor: Tensor, dim: int) -> Tensor:
     return tensor if side is None else side.along(tensor, dim)
 

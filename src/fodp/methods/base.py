@@ -384,14 +384,8 @@ class Method:
         """A rate that follows releases takes their noise for independent of the way before, of a known size."""
         if not self.parts.rates.follows:
             return
-        params = self.params
-        if params.shape in ("kronecker", "transcript"):
-            raise ConfigurationError(
-                f"rate_rule='transcript' must know the noise of every number, and shape={params.shape!r} mixes or "
-                "moves it: leave rate_rule out, or use shape='fan-in'"
-            )
         if self.correlates_noise or self.parts.filter is not None:
-            what = self.name if self.correlates_noise else f"filter={params.filter!r}"
+            what = self.name if self.correlates_noise else f"filter={self.params.filter!r}"
             raise ConfigurationError(
                 f"rate_rule='transcript' asks what fresh noise is in a release, and with {what} there is noise of "
                 "earlier ones in it: leave rate_rule out"

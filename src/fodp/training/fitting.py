@@ -6,12 +6,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
 from fodp._lengths import in_tensors
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
+from fodp.clipping.maps import Factor, mapped_length
 from fodp.methods import Method
 from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
@@ -79,8 +81,13 @@ def _followed(run: Run, rule: FollowedTranscript) -> float:
     """What a rate rule makes of the release of the step."""
     parameters = run.engine.layout.parameters
     std = math.sqrt(float(run.noise_variance()))
-    deviations = [std * math.sqrt(run.noise_share(p)) for p in parameters]
+    deviations = [partial(_along, std, run.noise_factor(p)) for p in parameters]
     return rule.factor(parameters, [p.grad for p in parameters if p.grad is not None], deviations)
+
+
+def _along(std: float, factor: Factor, way: Tensor) -> float:
+    """The standard deviation of a way's product with noise that came back by this factor."""
+    return std * mapped_length(factor, way)
 
 
 def _moves(run: Run) -> bool:

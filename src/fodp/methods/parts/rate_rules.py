@@ -2,10 +2,10 @@
 
 Had the rate been larger lately, would the run now be better off? The loss falls along the recent way x - m, x being the
 iterate and m a running average of those before it, by the product of the way with the descent that a release asks for.
-The release's own noise is independent of all before it, and its size b·s in each parameter is known. So the product,
-over its deviation,
+The release's own noise is independent of all before it, and it is known: s·B_l·z, z standard normal and B_l what the
+query's shape puts on parameter l, a number or a symmetric map. So the product, over its deviation,
 
-    v_l = -⟨r_l, x_l - m_l⟩ / (b_l·s·|x_l - m_l|),
+    v_l = -⟨r_l, x_l - m_l⟩ / (s·|B_l·(x_l - m_l)|),
 
 has variance 1 and, without a signal, the mean 0, whatever was released before. Every parameter has one vote: in whole
 vectors the noise of the largest layer would drown what small ones tell. Votes are summed with the average's memory and
@@ -20,11 +20,12 @@ post-processing of releases.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+Deviation = Callable[[Tensor], float]
 RATE_RULES = ("none", "transcript")
 WIDEST = 4.0  # how far the rate may go, up and down
 _MEMORY = 0.1  # of the plan's steps
@@ -42,8 +43,9 @@ class FollowedTranscript:
         self._seen = 0
         self._votes = self._variance = 0.0
 
-    def factor(self, iterate: Sequence[Tensor], releases: Sequence[Tensor], deviations: Sequence[float]) -> float:
-        """For the update that follows. `deviations` are those of the noise in the releases, one for each parameter."""
+    def factor(self, iterate: Sequence[Tensor], releases: Sequence[Tensor], deviations: Sequence[Deviation]) -> float:
+        """For the update that follows. `deviations` tell of the noise in each parameter's release how much of it there
+        is in its product with a way."""
         if self._mean is None:
             self._mean = [x.detach().clone() for x in iterate]
         else:
@@ -59,14 +61,14 @@ class FollowedTranscript:
         most = math.log2(WIDEST)
         return float(2 ** min(max(beyond / _DOUBLES, -most), most))
 
-    def _vote(self, iterate: Sequence[Tensor], releases: Sequence[Tensor], deviations: Sequence[float]) -> None:
+    def _vote(self, iterate: Sequence[Tensor], releases: Sequence[Tensor], deviations: Sequence[Deviation]) -> None:
         assert self._mean is not None
         votes = []
         for x, mean, release, deviation in zip(iterate, self._mean, releases, deviations, strict=True):
             way = x.detach().double() - mean.double()
-            bound = deviation * float(way.norm())
-            if bound > 0:  # a parameter that has not moved, or has no noise, has nothing to say
-                votes.append(-float((release.double() * way).sum()) / bound)
+            noise = deviation(way)
+            if noise > 0:  # a parameter that has not moved, or has no noise, has nothing to say
+                votes.append(-float((release.double() * way).sum()) / noise)
         if votes:
             self._votes = self._keeps * self._votes + sum(votes) / math.sqrt(len(votes))
             self._variance = self._keeps**2 * self._variance + 1
