@@ -90,7 +90,7 @@ class CommonParams:
         `lr_warmup` steps of rising ones. lr is the largest.
     rate_rule: none, or transcript: after a quarter of the plan the rate is raised, to four times at most, while
         releases agree with the recent way of the run beyond their known noise, and lowered while they want to go back
-        (`fodp.methods.parts.rate_rules`). By methods whose releases have fresh noise.
+        (`fodp.methods.parts.rate_rules`).
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -377,19 +377,7 @@ class Method:
                 f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
                 "leave out the filter, or use another update"
             )
-        self._refuse_noise_that_is_not_fresh()
         self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
-
-    def _refuse_noise_that_is_not_fresh(self) -> None:
-        """A rate that follows releases takes their noise for independent of the way before, of a known size."""
-        if not self.parts.rates.follows:
-            return
-        if self.correlates_noise or self.parts.filter is not None:
-            what = self.name if self.correlates_noise else f"filter={self.params.filter!r}"
-            raise ConfigurationError(
-                f"rate_rule='transcript' asks what fresh noise is in a release, and with {what} there is noise of "
-                "earlier ones in it: leave rate_rule out"
-            )
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> "Method":

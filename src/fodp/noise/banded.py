@@ -132,3 +132,52 @@ class BandedNoise:
         """Begin anew at the next draw."""
         self._past.clear()
         self._next = -1
+
+
+class FreshAgain:
+    """Releases with noise s_t·w_t, w = M⁻¹z, made into vectors whose noise is fresh: s_t·z_t, the step's draw alone.
+
+    Row t of M·(release/s) is c_0·y_t/s_t + … + c_(b-1)·y_(t-b+1)/s_(t-b+1): z_t and what the releases of b steps say
+    beside their noise. It is made of releases, for what asks how much of one is chance. b-1 vectors of memory; with
+    one band a release is as fresh as it was.
+    """
+
+    def __init__(self, coefficients: Sequence[float]):
+        self._first, *self._rest = coefficients
+        self._past: deque[Tensor] = deque(maxlen=len(self._rest))  # releases over their s, the newest first
+        self._next = -1
+
+    def of(self, release: Tensor, std: Length, step: int) -> Tensor:
+        """For the release of a step, with its s; a new vector. A step that does not follow the last one begins anew,
+        as its noise does."""
+        if not self._rest:
+            return release.clone()
+        if step != self._next:
+            self._past.clear()
+        scale = in_tensors(std)
+        unit = release / scale
+        fresh = unit * self._first
+        for coefficient, earlier in zip(self._rest, self._past, strict=False):
+            fresh.add_(earlier, alpha=coefficient)
+        self._past.appendleft(unit)
+        self._next = step + 1
+        return fresh.mul_(scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Releases and a number."""
+        return {"past": [earlier.clone() for earlier in self._past], "next": self._next}
+
+    def bytes_when_full(self, size: int) -> int:
+        """How much the state will take at most, for vectors of this many entries."""
+        return len(self._rest) * size * 4
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._past.clear()
+        self._past.extend(earlier.clone() for earlier in state["past"])
+        self._next = int(state["next"])
+
+    def forget(self) -> None:
+        """Begin anew, where the noise does."""
+        self._past.clear()
+        self._next = -1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
-from fodp._lengths import in_tensors
+from fodp._lengths import in_tensors, read
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.clipping.maps import Factor, mapped_length
@@ -78,11 +78,16 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _followed(run: Run, rule: FollowedTranscript) -> float:
-    """What a rate rule makes of the release of the step."""
-    parameters = run.engine.layout.parameters
-    std = math.sqrt(float(run.noise_variance()))
-    deviations = [partial(_along, std, run.noise_factor(p)) for p in parameters]
-    return rule.factor(parameters, [p.grad for p in parameters if p.grad is not None], deviations)
+    """What a rate rule makes of the release of the step, and of what is fresh of its noise."""
+    if run.last_fresh is None:
+        raise ConfigurationError(
+            f"rate_rule='transcript' hears what a step releases, and the step of {run.method.name} released no vector: "
+            "leave rate_rule out"
+        )
+    layout, (release, length) = run.engine.layout, run.last_fresh
+    std = read(length)
+    deviations = [partial(_along, std, run.noise_factor(p)) for p in layout.parameters]
+    return rule.factor(layout.parameters, layout.views(release), deviations)
 
 
 def _along(std: float, factor: Factor, way: Tensor) -> float:
