@@ -20,7 +20,8 @@ from fodp_lab.paper.spec import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
 FAN_IN, RULE, LINEAR = dict(shape="fan-in"), dict(rate_rule="transcript"), dict(lr_schedule="linear")
-KRONECKER, FITTED = dict(shape="kronecker"), dict(order=None)
+KRONECKER, EMA = dict(shape="kronecker"), dict(average="ema")
+FRACTIONAL, FITTED = "fo-noise", dict(order=None)
 
 
 def _candidate(label: str, method: str = "dp-sgd", **params: Any) -> Row:
@@ -36,9 +37,15 @@ CANDIDATES = (
     _candidate("kronecker, rule", **KRONECKER, **RULE),
     _candidate("kronecker, linear", **KRONECKER, **LINEAR),
     _candidate("kronecker, linear, rule", **KRONECKER, **LINEAR, **RULE),
-    _candidate("fractional noise, fan-in", "fo-noise", **FITTED, **FAN_IN),
-    _candidate("fractional noise, fan-in, linear", "fo-noise", **FITTED, **FAN_IN, **LINEAR),
-    _candidate("fractional noise, kronecker, linear", "fo-noise", **FITTED, **KRONECKER, **LINEAR),
+    _candidate("fractional noise, fan-in", FRACTIONAL, **FITTED, **FAN_IN),
+    _candidate("fractional noise, fan-in, linear", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR),
+    _candidate("fractional noise, kronecker, linear", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR),
+    _candidate("fractional noise, fan-in, rule", FRACTIONAL, **FITTED, **FAN_IN, **RULE),
+    _candidate("fractional noise, kronecker, rule", FRACTIONAL, **FITTED, **KRONECKER, **RULE),
+    _candidate("fractional noise, fan-in, linear, rule", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR, **RULE),
+    _candidate("fractional noise, kronecker, linear, rule", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR, **RULE),
+    _candidate("fractional noise, fan-in, EMA, rule", FRACTIONAL, **FITTED, **FAN_IN, **EMA, **RULE),
+    _candidate("fractional noise, kronecker, EMA, rule", FRACTIONAL, **FITTED, **KRONECKER, **EMA, **RULE),
 )
 
 
