@@ -20,6 +20,7 @@ from fodp_lab.paper.spec import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
 FAN_IN, RULE, LINEAR = dict(shape="fan-in"), dict(rate_rule="transcript"), dict(lr_schedule="linear")
+TRAPEZOID = dict(lr_schedule="trapezoid")
 KRONECKER, EMA = dict(shape="kronecker"), dict(average="ema")
 FRACTIONAL, FITTED = "fo-noise", dict(order=None)
 
@@ -44,6 +45,9 @@ CANDIDATES = (
     _candidate("fractional noise, kronecker, rule", FRACTIONAL, **FITTED, **KRONECKER, **RULE),
     _candidate("fractional noise, fan-in, linear, rule", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR, **RULE),
     _candidate("fractional noise, kronecker, linear, rule", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR, **RULE),
+    _candidate("fan-in, trapezoid, rule", **FAN_IN, **TRAPEZOID, **RULE),
+    _candidate("fractional noise, fan-in, trapezoid, rule", FRACTIONAL, **FITTED, **FAN_IN, **TRAPEZOID, **RULE),
+    _candidate("fractional noise, kronecker, trapezoid, rule", FRACTIONAL, **FITTED, **KRONECKER, **TRAPEZOID, **RULE),
     _candidate("fractional noise, fan-in, EMA, rule", FRACTIONAL, **FITTED, **FAN_IN, **EMA, **RULE),
     _candidate("fractional noise, kronecker, EMA, rule", FRACTIONAL, **FITTED, **KRONECKER, **EMA, **RULE),
 )

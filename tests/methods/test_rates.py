@@ -152,10 +152,14 @@ class TestSchedule:
                 assert rates == pytest.approx(expected)
         assert RateSchedule(lr_schedule="linear", lr_warmup=3).factors(8) == pytest.approx(expected)
 
-    @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+    @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "trapezoid"])
     def test_one_factor_is_that_of_all(self, schedule):
         made = RateSchedule(lr_schedule=schedule, lr_warmup=2)
         assert [made.at(step, 9) for step in range(9)] == pytest.approx(made.factors(9).tolist())
+
+    def test_a_trapezoid_is_level_for_three_quarters(self):
+        factors = RateSchedule(lr_schedule="trapezoid", lr_warmup=2).factors(8)
+        assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.5])
 
     def test_it_goes_on_from_a_checkpoint(self, tmp_path):
         the_plan = plan("dp-sgd", dict(lr_schedule="cosine", quantile=0.5))

@@ -86,8 +86,9 @@ class CommonParams:
 
     lr: a number, or auto: so that the noise of the whole run is `auto_ratio` times the initial weights, from public
         numbers alone (`fodp.methods.parts.rates`), by methods that know what noise they accumulate.
-    lr_schedule: constant, linear or cosine: public factors on the rate, down to nothing at the plan's end, after
-        `lr_warmup` steps of rising ones. lr is the largest.
+    lr_schedule: constant, linear, cosine or trapezoid (level for three quarters of the plan, then linear): public
+        factors on the rate, down to nothing at the plan's end, after `lr_warmup` steps of rising ones. lr is the
+        largest.
     rate_rule: none, or transcript: after a quarter of the plan the rate is raised, to four times at most, while
         releases agree with the recent way of the run beyond their known noise, and lowered while they want to go back
         (`fodp.methods.parts.rate_rules`).

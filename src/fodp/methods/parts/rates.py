@@ -27,7 +27,7 @@ fan-in and the usual initial weights all wide layers are disturbed alike; withou
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,19 +41,28 @@ from fodp.methods.parts.rate_rules import RATE_RULES
 from fodp.methods.parts.updates import CorrectedAdam, Sgd, Update
 
 AUTO = "auto"
-SCHEDULES = ("constant", "linear", "cosine")
 AGREEMENT = 0.25  # of the clip norm: how long a mean of clipped gradients is, about
 _SMALL = 1e-8  # where a response has died away
 
 Numbers = npt.NDArray[np.float64]
+
+_LEVEL = 0.75  # of a trapezoid
+_FALLING: dict[str, Callable[[Numbers], Numbers]] = {  # by the share of the plan's steps that is done
+    "constant": np.ones_like,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + np.cos(np.pi * done)) / 2,
+    "trapezoid": lambda done: np.minimum(1.0, (1 - done) / (1 - _LEVEL)),
+}
+SCHEDULES = tuple(_FALLING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateSchedule:
     """Public factors on the learning rate: constant, or falling over the plan's steps, after a warm-up if asked for.
 
-    linear: 1 - t/T at step t = 0, 1, …; cosine: ½(1 + cos(πt/T)). In the first `lr_warmup` steps k it is (t+1)/k of
-    that. `rate_rule` transcript multiplies it by what releases say (`rate_rules`).
+    linear: 1 - t/T at step t = 0, 1, …; cosine: ½(1 + cos(πt/T)); trapezoid: 1 for three quarters of the run, then
+    down in a line, 4(1 - t/T). In the first `lr_warmup` steps k it is (t+1)/k of that. `rate_rule` transcript
+    multiplies it by what releases say (`rate_rules`).
     """
 
     lr_schedule: str
@@ -77,15 +86,13 @@ class RateSchedule:
 
     def factors(self, steps: int) -> Numbers:
         """Those of all steps of a plan."""
-        done = np.arange(steps) / steps
-        falling = {"constant": np.ones(steps), "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
-        return falling[self.lr_schedule] * np.minimum(1.0, np.arange(1, steps + 1) / max(1, self.lr_warmup))
+        rising = np.minimum(1.0, np.arange(1, steps + 1) / max(1, self.lr_warmup))
+        return _FALLING[self.lr_schedule](np.arange(steps) / steps) * rising
 
     def at(self, step: int, steps: int) -> float:
         """That of one step."""
-        done = step / steps
-        falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return falling[self.lr_schedule] * min(1.0, (step + 1) / max(1, self.lr_warmup))
+        falling = _FALLING[self.lr_schedule](np.asarray(step / steps))
+        return float(falling) * min(1.0, (step + 1) / max(1, self.lr_warmup))
 
 
 CONSTANT = RateSchedule(lr_schedule="constant", lr_warmup=0)
