@@ -45,6 +45,7 @@ CANDIDATES = (
     _candidate("fractional noise, kronecker, rule", FRACTIONAL, **FITTED, **KRONECKER, **RULE),
     _candidate("fractional noise, fan-in, linear, rule", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR, **RULE),
     _candidate("fractional noise, kronecker, linear, rule", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR, **RULE),
+    _candidate("fan-in, EMA, rule", **FAN_IN, **EMA, **RULE),
     _candidate("fan-in, trapezoid, rule", **FAN_IN, **TRAPEZOID, **RULE),
     _candidate("fractional noise, fan-in, trapezoid, rule", FRACTIONAL, **FITTED, **FAN_IN, **TRAPEZOID, **RULE),
     _candidate("fractional noise, kronecker, trapezoid, rule", FRACTIONAL, **FITTED, **KRONECKER, **TRAPEZOID, **RULE),
