@@ -33,7 +33,7 @@ from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
 from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
-from fodp.noise.banded import BandedNoise, FreshAgain
+from fodp.noise.banded import BandedNoise
 from fodp.noise.ranges import RangedStreams
 from fodp.noise.release import Noise
 from fodp.people import Owners, PeopleSampler
@@ -132,8 +132,7 @@ class Run:
                     memory.over_ranks = self.shards.add
         self.average = None if parts.average is None else RunningAverage(parts.average)
         self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
-        self._fresh = FreshAgain(self.method.strategy()) if parts.rates.follows else None
-        self.last_fresh: tuple[Tensor, Length] | None = None  # the step's last vector with fresh noise alone, its std
+        self.last_fresh: tuple[Tensor, Length] | None = None  # the step's last release, before a memory, and its std
         self._shape: Shaping | None = None
         if parts.shape is not None:
             self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
@@ -451,17 +450,18 @@ class Run:
         name = lot.name.replace("mask", "noise", 1) + (f".{earlier}" if earlier else "")
         if self._correlated is None:
             self._noise_std = std
-            return self._mapped_back(query, self._noised(query, std, name), std)
+            released = self._mapped_back(query, self._noised(query, std, name))
+            if self.followed is not None and not query.is_number:  # memories change a release in place
+                self.last_fresh = released.clone(), std
+            return released
         if sum(self._releases.values()) > 1:
             raise PrivacyError(f"step {self.step} has released already: correlated noise is for one release in a step")
         released = self._noised(query, std, name, self._correlated)
         self._noise_std = std * math.sqrt(self.ranks.number(self._correlated.variance))
-        return self._mapped_back(query, released, std)
+        return self._mapped_back(query, released)
 
-    def _mapped_back(self, query: Query, released: Tensor, std: Length) -> Tensor:
-        """The release without its shape, which has seen it: post-processing. `std` is what is fresh of its noise."""
-        if self._fresh is not None and not query.is_number:  # memories and filters change the release in place
-            self.last_fresh = query.map_back_(self._fresh.of(released, std, self.step)), std
+    def _mapped_back(self, query: Query, released: Tensor) -> Tensor:
+        """The release without its shape, which has seen it: post-processing."""
         if self._shape is not None and query.shape is not None:
             self._shape.see(query, released, self._noise_std)
         return query.map_back_(released)
@@ -519,6 +519,12 @@ class Run:
             if isinstance(std, LengthOnDevice):  # on the device, since an adapted clip norm is there
                 total = total + gain * std.factor**2 * std.unit.square()
         return total / self.plan.lot_size**2
+
+    def take_fresh(self) -> tuple[Tensor, Length] | None:
+        """The step's last vector as it was released, before a memory or a filter, with the noise in it: for a rate
+        rule, once."""
+        fresh, self.last_fresh = self.last_fresh, None
+        return fresh
 
     def noise_share(self, parameter: Tensor) -> float:
         """What share of that variance the noise of a parameter has: the mean squared factor of its way back."""
@@ -595,8 +601,6 @@ class Run:
             kept["average"] = self.average.state_views() if views else self.average.state_dict()
         if self.followed is not None:
             kept["rate"] = self.followed.state_views() if views else self.followed.state_dict()
-        if self._fresh is not None and "noise" in kept:
-            kept["fresh"] = self._fresh.state_dict()
         shape = None if self._shape is None else self._shape.state_dict()
         kept |= {} if shape is None else {"shape": shape}
         return kept | {
@@ -613,9 +617,9 @@ class Run:
     def bytes_when_full(self) -> int:
         """How much `state_dict()` will hold at most, as far as its parts tell: a window is empty at first."""
         noise = None if self.plan.seed is None else self._correlated
-        fresh = None if noise is None else self._fresh
-        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self.followed, fresh, self._shape)
-        return sum(part.bytes_when_full(self.size) for part in parts if hasattr(part, "bytes_when_full"))
+        parts: tuple[Any, ...] = (self.state, self.filter, noise, self.average, self.followed, self._shape)
+        size = self.size * self.engine.layout.dtype.itemsize // 4  # parts count numbers of four bytes
+        return sum(part.bytes_when_full(size) for part in parts if hasattr(part, "bytes_when_full"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
@@ -630,10 +634,6 @@ class Run:
             self._correlated.load_state_dict(state["noise"])
         elif self._correlated is not None:
             self._correlated.forget()
-        if self._fresh is not None and "fresh" in state:
-            self._fresh.load_state_dict(state["fresh"])
-        elif self._fresh is not None:
-            self._fresh.forget()
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         if self.followed is not None:

@@ -91,7 +91,7 @@ class CommonParams:
         largest.
     rate_rule: none, or transcript: after a quarter of the plan the rate is raised, to four times at most, while
         releases agree with the recent way of the run beyond their known noise, and lowered while they want to go back
-        (`fodp.methods.parts.rate_rules`).
+        (`fodp.methods.parts.rate_rules`). Not with noise that is correlated over steps.
     update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
         `weight_decay`, `bc_floor` where they apply.
     filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
@@ -377,6 +377,11 @@ class Method:
             raise ConfigurationError(
                 f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
                 "leave out the filter, or use another update"
+            )
+        if self.parts.rates.follows and len(self.strategy()) > 1:
+            raise ConfigurationError(
+                f"rate_rule='transcript' asks what is fresh in a release, and the noise of {self.name} takes back that "
+                f"of the {len(self.strategy()) - 1} steps before: leave rate_rule out, or use one band"
             )
         self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
 

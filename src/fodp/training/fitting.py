@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
-from fodp._lengths import in_tensors, read
+from fodp._lengths import Length, in_tensors, read
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.clipping.maps import Factor, mapped_length
@@ -68,7 +68,7 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
         return  # a constant rate, or an optimizer of the user's
     factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
     if run.followed is not None:
-        factor *= run.ranks.number(partial(_followed, run, run.followed))
+        factor *= run.ranks.number(partial(_followed, run, run.followed, run.take_fresh()))
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
         if _follows_clip(run):
@@ -77,14 +77,11 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad.mul_(relative)
 
 
-def _followed(run: Run, rule: FollowedTranscript) -> float:
-    """What a rate rule makes of the release of the step, and of what is fresh of its noise."""
-    if run.last_fresh is None:
-        raise ConfigurationError(
-            f"rate_rule='transcript' hears what a step releases, and the step of {run.method.name} released no vector: "
-            "leave rate_rule out"
-        )
-    layout, (release, length) = run.engine.layout, run.last_fresh
+def _followed(run: Run, rule: FollowedTranscript, fresh: tuple[Tensor, Length] | None) -> float:
+    """What a rate rule makes of the release of the step."""
+    if fresh is None:  # of numbers alone: there is no way to compare them with
+        return 1.0
+    layout, (release, length) = run.engine.layout, fresh
     std = read(length)
     deviations = [partial(_along, std, run.noise_factor(p)) for p in layout.parameters]
     return rule.factor(layout.parameters, layout.views(release), deviations)

@@ -131,7 +131,8 @@ class Trainer:
         self.scheduler = scheduler
         if scheduler is not None and plan.algorithm.parts.rates.acts:
             raise ConfigurationError(
-                "params set lr_schedule or lr_warmup, and a scheduler is given: both would move the rate, leave one out"
+                f"params set {plan.algorithm.parts.rates.moved_by}, and a scheduler is given: both would move the "
+                "rate, leave one out"
             )
         if scheduler is not None and scheduler.optimizer is not self.optimizer:
             raise ConfigurationError(

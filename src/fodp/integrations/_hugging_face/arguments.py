@@ -143,8 +143,8 @@ def _refuse_two_learning_rates(args: Any, plan: Plan) -> None:
     method = plan.algorithm
     if method.parts.rates.acts:
         raise ConfigurationError(
-            "the plan's params set lr_schedule or lr_warmup, and the schedule of this trainer is "
-            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…): set it there and leave it out of params"
+            f"the plan's params set {method.parts.rates.moved_by}, and the rate of this trainer is moved by "
+            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) alone: leave it out of params"
         )
     if not method.owns_optimizer:
         default = next(field.default for field in fields(method.Params) if field.name == "lr")

@@ -4,8 +4,9 @@ Had the rate been larger lately, would the run now be better off? The loss falls
 iterate and m a running average of those before it, by the product of the way with the descent that a release asks for.
 The release's own noise is independent of all before it, and it is known: s·B_l·z, z standard normal and B_l what the
 query's shape puts on parameter l, a number or a symmetric map. (What is heard is the release itself, before a memory or
-a filter mixes in earlier ones; where noise is correlated, the combination of releases in which it is fresh again.) So
-the product, over its deviation,
+a filter mixes in earlier ones. Noise that is correlated over steps is refused: the combination of b releases in which
+it is fresh again holds the sums of b lots, which the way holds too, and they agree with themselves.) So the product,
+over its deviation,
 
     v_l = -⟨r_l, x_l - m_l⟩ / (s·|B_l·(x_l - m_l)|),
 

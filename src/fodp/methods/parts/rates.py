@@ -84,6 +84,16 @@ class RateSchedule:
         """Whether releases move the rate."""
         return self.rate_rule != "none"
 
+    @property
+    def moved_by(self) -> str:
+        """The parameters that move the rate, for messages."""
+        chosen = {
+            "lr_schedule": self.lr_schedule != "constant",
+            "lr_warmup": self.lr_warmup > 1,
+            "rate_rule": self.follows,
+        }
+        return " and ".join(name for name, acts in chosen.items() if acts)
+
     def factors(self, steps: int) -> Numbers:
         """Those of all steps of a plan."""
         rising = np.minimum(1.0, np.arange(1, steps + 1) / max(1, self.lr_warmup))
