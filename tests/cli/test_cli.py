@@ -142,10 +142,14 @@ class TestTrain:
 
         method, given = params()
         assert method == recipe.METHOD
-        assert {name: given[name] for name in recipe.PARAMS} == recipe.PARAMS
+        chosen = {name: value for name, value in recipe.PARAMS.items() if value is not None}
+        assert {name: given[name] for name in chosen} == chosen
+        assert 0 < given["order"] < 1  # what was left to the plan, it has chosen
+        assert given["bands"] >= 1
         method, given = params("--lr", "0.5")  # a rate of one's own, in the recipe's shape
         assert (method, given["lr"], given["shape"]) == (recipe.METHOD, 0.5, recipe.PARAMS["shape"])
-        assert "rate_rule" not in given  # the rate that was said stays
+        method, given = params("--exact-noise")  # which lies on a grid, as earlier noise does not
+        assert (method, given["bands"], given["shape"]) == (recipe.METHOD, 1, recipe.PARAMS["shape"])
         assert params("--set", "beta=0.8", "--lr=0.1")[0] == "fo-dp-sgd"
         method, given = params("--preset", "paper", "--dataset", "digits")
         assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)

@@ -26,6 +26,7 @@ from fodp.data.models import build
 from fodp.ledger import Ledger
 from fodp.ledger.card import faults, summary
 from fodp.ledger.fingerprint import fingerprint
+from fodp.methods import recipe
 from fodp.tuning.sealed import Sealed
 from odd_input_for_tests import mostly_plain, odd, plain, run, text
 
@@ -187,7 +188,7 @@ def test_the_recipe_is_searched_where_no_method_is_named(tune, tmp_path, capsys)
     assert "lr is given twice" in capsys.readouterr().err
     assert tune(*words, "--json", new=False) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["method"], result["winner"]) == ("dp-sgd", {"lr": 0.2})
+    assert (result["method"], result["winner"]) == (recipe.METHOD, {"lr": 0.2})
     plans = json.loads((tmp_path / "s" / "config.json").read_text())["plans"]
     assert [(plan["params"]["shape"], plan["params"]["lr"]) for plan in plans] == [
         ("fan-in", rate) for rate in (0.1, 0.2, 0.4)

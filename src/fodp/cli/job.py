@@ -105,21 +105,16 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
 
 
 def completed(
-    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, follows: bool = True
+    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, sharded: bool = False
 ) -> dict[str, Any]:
-    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe.
-
-    `follows`: whether the rate may follow releases. Not where no rank has the whole iterate, nor in a search for rates.
-    """
+    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
     from fodp.methods import recipe
 
     config = {**defaults, **(preset or {}), **said}
     if preset or _OF_THE_METHOD & said.keys():
         return config
-    params = {name: value for name, value in recipe.PARAMS.items() if name not in said}
-    if not follows or said.get("lr", "auto") != "auto":  # a rate that was said stays
-        del params["rate_rule"]
-    return {**config, "method": recipe.METHOD, "set": params}
+    params = recipe.fitting(exact_noise=bool(config.get("exact_noise")), sharded=sharded)
+    return {**config, "method": recipe.METHOD, "set": {k: v for k, v in params.items() if k not in said}}
 
 
 def public_plan(options: argparse.Namespace, **noise: Any) -> "Plan":

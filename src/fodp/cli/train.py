@@ -357,7 +357,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = completed(said, _DEFAULTS, preset, follows=not options.sharded)
+    config = completed(said, _DEFAULTS, preset, sharded=bool(options.sharded))
     config = with_ledger(config, options)
     if not _says_how_private(config):
         raise ConfigurationError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     said = given(options, apart=_ANEW)
-    config = completed(said, _DEFAULTS, follows=False)
+    config = completed(said, _DEFAULTS)
     for name, why in (
         ("noise_multiplier", "a search calibrates the noise so that all of it costs --target-epsilon"),
         ("accountant", "the best of several runs is priced by Rényi divergences"),
@@ -185,7 +185,12 @@ def _search(config: dict[str, Any], splits: "Splits") -> "Search":
 def _candidate(config: dict[str, Any], splits: "Splits", values: dict[str, Any]) -> "Plan":
     parameters = {**config.get("set", {}), **values}
     mine = {**config, "set": parameters, "noise_multiplier": 10.0}
-    return make_plan(mine, splits)
+    plan = make_plan(mine, splits)
+    if not plan.algorithm.candidates(plan):
+        return plan
+    # What is left to calibration (bands of fo-noise) is chosen for half of the target: about what one run costs alone.
+    alone = make_plan({**mine, "noise_multiplier": None, "target_epsilon": config["target_epsilon"] / 2}, splits)
+    return replace(alone, noise_multiplier=plan.noise_multiplier)
 
 
 def _tell(options: argparse.Namespace, folder: "RunFolder", search: "Search", result: dict[str, Any]) -> None:

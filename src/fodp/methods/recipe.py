@@ -1,12 +1,25 @@
 """The recommended recipe: what `fodp train` uses where nothing is said about the method.
 
-It needs no search: the learning rate follows from public numbers and then from releases. It was chosen on validation
-data (`benchmarks/rate_rules.py`); docs/utility.md shows how it fares on test data.
+It needs no search: the learning rate and the bands of the noise follow from public numbers. It was chosen on validation
+data (`benchmarks/recipes.py`); docs/utility.md shows how it fares on test data.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-METHOD: Final = "dp-sgd"
-PARAMS: Final[Mapping[str, Any]] = MappingProxyType({"shape": "fan-in", "lr": "auto", "rate_rule": "transcript"})
+METHOD: Final = "fo-noise"
+PARAMS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"order": None, "shape": "fan-in", "lr": "auto", "average": "ema"}
+)  # bands and their order are the plan's choice: one band, which is DP-SGD, where more do not pay
+
+
+def fitting(*, exact_noise: bool = False, sharded: bool = False) -> dict[str, Any]:
+    """The parameters, without what a run cannot have: exact noise lies on a grid, and ranks with slices of a model
+    keep no average of it."""
+    params = dict(PARAMS)
+    if exact_noise:
+        params["bands"] = 1
+    if sharded:
+        del params["average"]
+    return params

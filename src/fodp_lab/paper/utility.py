@@ -43,7 +43,8 @@ WIDE_RATES = tuple(0.05 * 2**k for k in range(8))  # 0.05 to 6.4: models with no
 FAN_IN, KRONECKER, TRANSCRIPT = dict(shape="fan-in"), dict(shape="kronecker"), dict(shape="transcript")
 WIDTHS, SIDES = (16.0, 4.0), ("both",)  # beside fan-in's own 64 and kronecker's outputs alone
 FO, AUTO, FRACTIONAL_NOISE = dict(beta=0.65), dict(lr="auto"), "fo-noise"
-RECIPE_LABEL, UNTUNED = "the recipe", ", untuned"
+RULED, TRAPEZOID = dict(rate_rule="transcript"), dict(lr_schedule="trapezoid")
+RECIPE_LABEL, UNTUNED, FOLLOWED = "the recipe", ", untuned", ", rate by transcript"
 
 
 def _auto(label: str, method: str = "dp-sgd", **params: Any) -> Row:
@@ -64,6 +65,7 @@ FRACTIONAL_ROWS = (
         values=WIDTHS,
     ),
     _auto("fractional noise, fan-in", FRACTIONAL_NOISE, **FITTED, **FAN_IN),
+    _auto("fractional noise, fan-in, trapezoid", FRACTIONAL_NOISE, **FITTED, **FAN_IN, **TRAPEZOID),
 )
 FULL_ROWS: tuple[Row, ...] = (
     Row(BASELINE, "dp-sgd"),
@@ -89,7 +91,10 @@ FULL_ROWS: tuple[Row, ...] = (
     _auto("DP-SGD, kronecker", **KRONECKER),
     _auto("DP-Adam", "dp-adam"),
     _auto("DP-SGD, fan-in, linear decay", **FAN_IN, lr_schedule="linear"),
-    _auto("DP-SGD, fan-in, rate by transcript", **FAN_IN, rate_rule="transcript"),
+    _auto("DP-SGD, fan-in, trapezoid", **FAN_IN, **TRAPEZOID),
+    _auto("DP-SGD, fan-in" + FOLLOWED, **FAN_IN, **RULED),
+    _auto("DP-SGD, kronecker" + FOLLOWED, **KRONECKER, **RULED),
+    _auto("FO-DP-SGD, fan-in" + FOLLOWED, "fo-dp-sgd", **FO, **FAN_IN, **RULED),
     _auto("DP-SGD, fan-in, EMA", **FAN_IN, average="ema"),
     _auto("DP-SGD, fan-in, tail average", **FAN_IN, average="tail"),
     *FRACTIONAL_ROWS,
@@ -104,8 +109,8 @@ _FEWER = (
 )  # fmt: skip
 FEWER_ROWS = tuple(row for row in FULL_ROWS if row.label not in _FEWER)
 _SHORT = (
-    BASELINE, "DP-SGD, fan-in", "DP-SGD, fan-in, untuned", "DP-SGD, kronecker, untuned",
-    "fractional noise, fan-in, untuned", RECIPE_LABEL, CEILING,
+    BASELINE, "DP-SGD, fan-in", "DP-SGD, fan-in, untuned", "DP-SGD, kronecker, untuned", "DP-SGD, fan-in, EMA, untuned",
+    "DP-SGD, fan-in" + FOLLOWED + UNTUNED, "fractional noise, fan-in, untuned", RECIPE_LABEL, CEILING,
 )  # fmt: skip
 SHORT_ROWS = tuple(row for row in FULL_ROWS if row.label in _SHORT)
 # Models with norms: flat clipping bears larger rates there.
