@@ -11,7 +11,18 @@ from fodp_lab.judging.verdicts import BETTER, Standing, compare
 from fodp_lab.paper import utility
 from fodp_lab.paper.fair import BASELINE, CEILING
 from fodp_lab.paper.records import Records
-from fodp_lab.paper.utility import FOLLOWED, RECIPE_LABEL, UNTUNED, Comparison, Trial
+from fodp_lab.paper.utility import (
+    AUGMENTED_ROW,
+    FOLLOWED,
+    FRACTIONAL_NOISE,
+    FRACTIONAL_ROWS,
+    OPTIMISED_ROW,
+    RECIPE_LABEL,
+    RECIPE_ROW,
+    UNTUNED,
+    Comparison,
+    Trial,
+)
 
 MET, MISSED, UNKNOWN = "met", "missed", "not decided yet"
 UNTUNED_LOSS, RECIPE_LOSS, RECIPE_SHARE, HALVED = 0.015, 0.005, 2 / 3, 0.5
@@ -34,6 +45,7 @@ CHANGES: tuple[tuple[str, str, str], ...] = (
     (f"DP-SGD, fan-in{FOLLOWED}{UNTUNED}", "DP-SGD, fan-in, untuned", "the rate by transcript, untuned"),
     ("DP-SGD, fan-in, EMA, untuned", "DP-SGD, fan-in, untuned", "exponential average of iterates, untuned"),
     ("DP-SGD, fan-in, tail average, untuned", "DP-SGD, fan-in, untuned", "tail average of iterates, untuned"),
+    ("DP-SGD, fan-in, power-law average, untuned", "DP-SGD, fan-in, untuned", "power-law average of iterates, untuned"),
     ("DP-SGD, kronecker, untuned", "DP-SGD, fan-in, untuned", "shape kronecker instead of fan-in, untuned"),
     ("fractional noise, fan-in, untuned", "DP-SGD, fan-in, untuned", "fractional noise, untuned"),
     (
@@ -42,6 +54,8 @@ CHANGES: tuple[tuple[str, str, str], ...] = (
         "fractional noise, with a trapezoid, untuned",
     ),
     (RECIPE_LABEL, "DP-SGD, fan-in, EMA, untuned", "fractional noise, with an exponential average, untuned"),
+    (OPTIMISED_ROW.label, RECIPE_LABEL, "optimised coefficients of the noise, untuned"),
+    (AUGMENTED_ROW.label, RECIPE_LABEL, "four augmented views of each image, at four times the work, untuned"),
 )
 
 
@@ -143,12 +157,13 @@ class Utility:
 
     def _fractional(self) -> Goal:
         words = "fractional noise better than DP-SGD by intervals where accounting halves the accumulated noise"
-        pairs = [(a, b) for a, b, _ in CHANGES if a.startswith("fractional noise")]
+        fractional = {row.label for row in (*FRACTIONAL_ROWS, RECIPE_ROW) if row.method == FRACTIONAL_NOISE}
+        pairs = [(a, b) for a, b, _ in CHANGES if a in fractional and b not in fractional]
         halved = [trial for trial in self.trials if trial.promise() <= HALVED]
         found, open_pairs = [], 0
         for trial in halved:
             for label, against in pairs:
-                if label in self.trials[trial].rows:
+                if {label, against} <= self.trials[trial].rows.keys():
                     d = self.difference(trial, label, against)
                     open_pairs += d is None
                     name = f"{trial.name} (noise {trial.promise():.2f} of DP-SGD's), {label} against {against}"

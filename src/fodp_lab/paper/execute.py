@@ -20,7 +20,7 @@ from fodp.training.trainer import Trainer
 from fodp_lab.paper import models
 from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
-from fodp_lab.paper.variants import varied
+from fodp_lab.paper.variants import augmenting, varied
 
 _PUBLIC_SCORE = 1000  # of the validation examples: for methods that score proposals, not for choosing settings
 
@@ -104,6 +104,7 @@ def make_trainer(spec: RunSpec, splits: Splits, model: nn.Module, callbacks: lis
         callbacks=callbacks,
         last_step=spec.steps,
         public_score=lambda: accuracy(model, public)[1],
+        **augmenting(spec.variant, splits.card),
     )
 
 

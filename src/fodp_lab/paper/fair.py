@@ -98,6 +98,7 @@ class Row:
     values: tuple[Any, ...] = ()
     like: str = ""
     caveat: str = ""
+    variant: str = ""
 
     def spec(self, setting: Setting, steps: int, **changes: Any) -> RunSpec:
         """A run of this row."""
@@ -113,6 +114,7 @@ class Row:
             target_epsilon=setting.epsilon,
             accountant="pld",
             score_every=100,
+            variant=self.variant,
         )
         if self.method == NON_PRIVATE:  # one ceiling per data set, whatever the budget
             base = base.with_(target_epsilon=None, noise_multiplier=None)

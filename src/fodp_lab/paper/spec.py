@@ -38,7 +38,7 @@ class RunSpec:
     model: str = "mlp"
     scored_on: str = "test"
     score_every: int = 25  # steps: one epoch
-    variant: str = ""  # one of `variants.VARIANTS`: something that the paper leaves open, done otherwise
+    variant: str = ""  # one of `variants.VARIANTS` or `AUGMENTED`: one thing done otherwise
 
     def __post_init__(self) -> None:
         if self.target_epsilon is not None:

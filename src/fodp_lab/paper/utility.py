@@ -14,7 +14,7 @@ from typing import Any
 from fodp._checks import PrivacyError
 from fodp.methods import find, recipe
 from fodp.plan import Plan
-from fodp_lab.paper import fair
+from fodp_lab.paper import fair, variants
 from fodp_lab.paper.fair import ADAM_RATES, BASELINE, BLOCK_RATES, CEILING, SEARCH_SEED, SGD_RATES, Choice, Row
 from fodp_lab.paper.models import DIGITS
 from fodp_lab.paper.records import Records
@@ -53,6 +53,11 @@ def _auto(label: str, method: str = "dp-sgd", **params: Any) -> Row:
 
 
 RECIPE_ROW = Row(RECIPE_LABEL, recipe.METHOD, dict(recipe.PARAMS), rates=())
+(_VIEWS,) = variants.AUGMENTED
+AUGMENTED_ROW = replace(RECIPE_ROW, label=f"{RECIPE_LABEL}, {_VIEWS}", variant=_VIEWS)
+OPTIMISED_ROW = _auto(
+    "fractional noise, fan-in, EMA, optimised", FRACTIONAL_NOISE, coefficients="optimised", **FAN_IN, average="ema"
+)
 FITTED = dict(order=None)  # order and bands are the plan's choice: what accumulates the least noise
 FRACTIONAL_ROWS = (
     Row("fractional noise", FRACTIONAL_NOISE, FITTED),
@@ -97,15 +102,17 @@ FULL_ROWS: tuple[Row, ...] = (
     _auto("FO-DP-SGD, fan-in" + FOLLOWED, "fo-dp-sgd", **FO, **FAN_IN, **RULED),
     _auto("DP-SGD, fan-in, EMA", **FAN_IN, average="ema"),
     _auto("DP-SGD, fan-in, tail average", **FAN_IN, average="tail"),
+    _auto("DP-SGD, fan-in, power-law average", **FAN_IN, average="power"),
     *FRACTIONAL_ROWS,
     RECIPE_ROW,
     Row(CEILING, NON_PRIVATE),
 )
 # Learned shapes of FO, and what hardly differs from another row, are shown where runs are cheap.
-_DEAR = ("FO-DP-SGD", "FO-DP-SGD, kronecker", "FO-DP-SGD, transcript", "DP-SGD, fan-in, tail average")
+_DEAR = ("FO-DP-SGD", "FO-DP-SGD, kronecker", "FO-DP-SGD, transcript")
 MOST_ROWS = tuple(row for row in FULL_ROWS if row.label not in _DEAR)
 _FEWER = (
     *_DEAR, "DP-SGD, transcript", "DP-SGD, normalised clipping", "DP-Adam", "DP-Adam, untuned",
+    "DP-SGD, fan-in, tail average, untuned", "DP-SGD, fan-in, power-law average, untuned",
 )  # fmt: skip
 FEWER_ROWS = tuple(row for row in FULL_ROWS if row.label not in _FEWER)
 _SHORT = (
@@ -115,7 +122,9 @@ _SHORT = (
 SHORT_ROWS = tuple(row for row in FULL_ROWS if row.label in _SHORT)
 # Models with norms: flat clipping bears larger rates there.
 WIDE_ROWS = tuple(replace(row, rates=WIDE_RATES) if row.rates == SGD_RATES else row for row in SHORT_ROWS)
-NOISE_ROWS = tuple(row for row in FULL_ROWS if row.label in _SHORT or row in FRACTIONAL_ROWS)
+IMAGE_ROWS = (*WIDE_ROWS, AUGMENTED_ROW)
+_NOISY = (*_SHORT, "DP-SGD, fan-in, trapezoid, untuned")
+NOISE_ROWS = (*(row for row in FULL_ROWS if row.label in _NOISY or row in FRACTIONAL_ROWS), OPTIMISED_ROW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +162,11 @@ TRIALS = (
     Trial(fair.Setting("cifar10", 8.0), MOST_ROWS),
     Trial(fair.Setting("svhn", 8.0), MOST_ROWS),
     Trial(fair.Setting("sst2", 8.0, "text-transformer"), WIDE_ROWS, 200, 0.047, seen=False),
-    Trial(fair.Setting("cifar10", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.05),
+    Trial(fair.Setting("cifar10", 8.0, "small-cnn"), IMAGE_ROWS, 200, 0.05),
     Trial(fair.Setting("cifar10", 8.0, "mlp", 0.008, 40.0), NOISE_ROWS, 1000, 0.003),
     Trial(fair.Setting("cifar10", 2.0), FEWER_ROWS),
     Trial(fair.Setting("cifar100", 8.0), FEWER_ROWS),
-    Trial(fair.Setting("svhn", 8.0, "small-cnn"), WIDE_ROWS, 200, 0.05),
+    Trial(fair.Setting("svhn", 8.0, "small-cnn"), IMAGE_ROWS, 200, 0.05),
 )
 
 
@@ -211,7 +220,7 @@ class Suite:
             reason = _why_not(row)
             if reason:
                 self.left_out.append(f"{row.label}: {reason}")
-            elif row.method != FRACTIONAL_NOISE or trial.promise() <= PROMISE:
+            elif row not in (*FRACTIONAL_ROWS, OPTIMISED_ROW) or trial.promise() <= PROMISE:
                 rows.append(row)
         self.left_out = list(dict.fromkeys(self.left_out))
         return Comparison(rows, self.records, protocol, self.code)
@@ -248,7 +257,8 @@ def _seconds(trial: Trial, comparison: Comparison, records: Iterable[dict[str, A
     # Short runs are mostly their beginning and their scores.
     long = [r["seconds"] / r["run"]["steps"] for r in runs if r["run"]["steps"] >= trial.steps]
     each = mean(long) if long else trial.seconds
-    distinct = {(row.method, repr(row.params), row.rates): row for row in comparison.rows.values()}  # the recipe is one
+    # The recipe may be one of the other rows.
+    distinct = {(row.method, repr(row.params), row.rates, row.variant): row for row in comparison.rows.values()}
     return each * sum(comparison.work(row) for row in distinct.values())
 
 

@@ -1,16 +1,18 @@
-"""What the paper leaves open about its data and its model, as variants of a run; each changes one thing.
+"""What the paper leaves open about its data and its model, and augmentation: variants of a run that change one thing.
 
 The paper says "normalized", "a fixed training subset", "a fixed test subset" and "the same initialization protocol".
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fodp.data import Card, Splits
+from fodp.data.augmentations import augmentation
 
 
 def _other_training(splits: Splits) -> Splits:
@@ -51,6 +53,7 @@ SPLITS: dict[str, Callable[[Splits], Splits]] = {
 SCALES = ("pixels in [0, 1]", "pixels in [-1, 1]")
 GLOROT = "Glorot weights"
 VARIANTS = (*SPLITS, GLOROT)
+AUGMENTED = {"4 augmented views": ("standard", 4)}  # of the utility comparison: what to draw, and how many views
 
 
 def varied(variant: str, splits: Splits, model: nn.Module) -> Splits:
@@ -61,4 +64,12 @@ def varied(variant: str, splits: Splits, model: nn.Module) -> Splits:
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
         return splits
-    return SPLITS[variant](splits) if variant else splits
+    return SPLITS[variant](splits) if variant and variant not in AUGMENTED else splits
+
+
+def augmenting(variant: str, card: Card) -> dict[str, Any]:
+    """The Trainer's words for a variant that augments; none for others."""
+    if variant not in AUGMENTED:
+        return {}
+    name, copies = AUGMENTED[variant]
+    return dict(augment=augmentation(name, card), copies=copies)
