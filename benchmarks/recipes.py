@@ -8,6 +8,7 @@ the candidates stands DP-SGD with flat clipping at the rate that the comparison'
 """
 
 import argparse
+import math
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -21,7 +22,7 @@ from fodp_lab.paper.spec import RunSpec
 RESULTS = Path(__file__).parents[1] / "results"
 FAN_IN, RULE, LINEAR = dict(shape="fan-in"), dict(rate_rule="transcript"), dict(lr_schedule="linear")
 TRAPEZOID = dict(lr_schedule="trapezoid")
-KRONECKER, EMA = dict(shape="kronecker"), dict(average="ema")
+KRONECKER, TRANSCRIPT, EMA = dict(shape="kronecker"), dict(shape="transcript"), dict(average="ema")
 FRACTIONAL, FITTED = "fo-noise", dict(order=None)
 
 
@@ -31,31 +32,29 @@ def _candidate(label: str, method: str = "dp-sgd", **params: Any) -> Row:
 
 CANDIDATES = (
     _candidate("fan-in", **FAN_IN),
+    _candidate("fan-in, c=1", **FAN_IN, auto_ratio=1.0),
+    _candidate("fan-in, c=4", **FAN_IN, auto_ratio=4.0),
     _candidate("fan-in, rule", **FAN_IN, **RULE),
     _candidate("fan-in, linear", **FAN_IN, **LINEAR),
     _candidate("fan-in, linear, rule", **FAN_IN, **LINEAR, **RULE),
+    _candidate("fan-in, trapezoid, rule", **FAN_IN, **TRAPEZOID, **RULE),
+    _candidate("fan-in, EMA", **FAN_IN, **EMA),
+    _candidate("fan-in, EMA, rule", **FAN_IN, **EMA, **RULE),
     _candidate("kronecker", **KRONECKER),
     _candidate("kronecker, rule", **KRONECKER, **RULE),
     _candidate("kronecker, linear", **KRONECKER, **LINEAR),
     _candidate("kronecker, linear, rule", **KRONECKER, **LINEAR, **RULE),
+    _candidate("transcript", **TRANSCRIPT),
+    _candidate("transcript, a block a row", **TRANSCRIPT, shape_blocks="row"),
     _candidate("fractional noise, fan-in", FRACTIONAL, **FITTED, **FAN_IN),
     _candidate("fractional noise, fan-in, linear", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR),
-    _candidate("fractional noise, kronecker, linear", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR),
-    _candidate("fractional noise, fan-in, rule", FRACTIONAL, **FITTED, **FAN_IN, **RULE),
-    _candidate("fractional noise, kronecker, rule", FRACTIONAL, **FITTED, **KRONECKER, **RULE),
-    _candidate("fractional noise, fan-in, linear, rule", FRACTIONAL, **FITTED, **FAN_IN, **LINEAR, **RULE),
-    _candidate("fractional noise, kronecker, linear, rule", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR, **RULE),
-    _candidate("fan-in, EMA", **FAN_IN, **EMA),
-    _candidate("fractional noise, fan-in, EMA", FRACTIONAL, **FITTED, **FAN_IN, **EMA),
-    _candidate("fractional noise, kronecker, EMA", FRACTIONAL, **FITTED, **KRONECKER, **EMA),
     _candidate("fractional noise, fan-in, trapezoid", FRACTIONAL, **FITTED, **FAN_IN, **TRAPEZOID),
+    _candidate("fractional noise, fan-in, EMA", FRACTIONAL, **FITTED, **FAN_IN, **EMA),
+    _candidate("fractional noise, fan-in, EMA, c=1", FRACTIONAL, **FITTED, **FAN_IN, **EMA, auto_ratio=1.0),
+    _candidate("fractional noise, fan-in, EMA, c=4", FRACTIONAL, **FITTED, **FAN_IN, **EMA, auto_ratio=4.0),
+    _candidate("fractional noise, kronecker, linear", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR),
     _candidate("fractional noise, kronecker, trapezoid", FRACTIONAL, **FITTED, **KRONECKER, **TRAPEZOID),
-    _candidate("fan-in, EMA, rule", **FAN_IN, **EMA, **RULE),
-    _candidate("fan-in, trapezoid, rule", **FAN_IN, **TRAPEZOID, **RULE),
-    _candidate("fractional noise, fan-in, trapezoid, rule", FRACTIONAL, **FITTED, **FAN_IN, **TRAPEZOID, **RULE),
-    _candidate("fractional noise, kronecker, trapezoid, rule", FRACTIONAL, **FITTED, **KRONECKER, **TRAPEZOID, **RULE),
-    _candidate("fractional noise, fan-in, EMA, rule", FRACTIONAL, **FITTED, **FAN_IN, **EMA, **RULE),
-    _candidate("fractional noise, kronecker, EMA, rule", FRACTIONAL, **FITTED, **KRONECKER, **EMA, **RULE),
+    _candidate("fractional noise, kronecker, EMA", FRACTIONAL, **FITTED, **KRONECKER, **EMA),
 )
 
 
@@ -85,20 +84,26 @@ def main() -> None:
     with Runner(options.out, options.jobs) as runner:
         for seed in range(len(options.seeds)):
             runner.run([specs[seed] for specs in wanted.values()], f"seed {options.seeds[seed]}")
-        for trial in trials:
-            print(f"\n{trial.name}")
-            base = _scores(runner, wanted.get((trial.name, BASELINE), []))
-            for label in (BASELINE, *(row.label for row in rows)):
-                scores = _scores(runner, wanted.get((trial.name, label), []))
-                if not scores:
-                    continue
-                against = [100 * (a - b) for a, b in zip(scores, base, strict=True)] if base else []
-                told = (
-                    f"{mean(against):+6.2f}" + (f" ± {stdev(against):.2f}" if len(against) > 1 else "")
-                    if against
-                    else ""
-                )
-                print(f"  {label:40s} {100 * mean(scores):6.2f}  {told}")
+        scores = {key: _scores(runner, specs) for key, specs in wanted.items()}
+    base = {trial: scores.get((trial.name, BASELINE), []) for trial in trials}
+    print("| points against DP-SGD | " + " | ".join(trial.name for trial in trials) + " |")
+    print("| --- " * (1 + len(trials)) + "|")
+    print("| DP-SGD, searched | " + " | ".join(_percent(base[trial]) for trial in trials) + " |")
+    for row in rows:
+        print(f"| {row.label} | " + " | ".join(_cell(scores[t.name, row.label], base[t]) for t in trials) + " |")
+
+
+def _cell(scores: list[float], base: list[float]) -> str:
+    """The mean paired difference in points and its standard error; the score itself where there is no baseline."""
+    differences = [100 * (a - b) for a, b in zip(scores, base, strict=False)]
+    if not differences:
+        return _percent(scores)
+    error = f" ± {stdev(differences) / math.sqrt(len(differences)):.1f}" if len(differences) > 1 else ""
+    return f"{mean(differences):+.1f}{error}"
+
+
+def _percent(scores: list[float]) -> str:
+    return f"{100 * mean(scores):.1f}%" if scores else "–"
 
 
 def _scores(runner: Runner, specs: list[RunSpec]) -> list[float]:

@@ -30,7 +30,7 @@ The protocol, fixed before the runs:
   run; the best three for all steps; then, at the best of these, two other values of the one parameter that is its own,
   if it has one. The search sees validation data alone, with one seed of its own.
 - An *untuned* row gets no search at all: what it is called is what is run. One run on validation data, with the seed of
-  the searches, is recorded beside it, so that a recipe can be chosen without the test set. It chooses nothing here.
+  the searches, is recorded beside it. It chooses nothing.
 - Final rows: seeds 1 to 10 on the test set, final accuracy, no early stopping. A seed fixes the initial weights, the
   masks and the noise, so differences are paired.
 - Better (worse) than searched DP-SGD, flat clipping: the mean paired difference is above (below) zero with a t-test's p
