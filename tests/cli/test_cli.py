@@ -154,6 +154,13 @@ class TestTrain:
         method, given = params("--preset", "paper", "--dataset", "digits")
         assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)
 
+    def test_it_says_how_much_earlier_noise_is_kept_where_that_is_much(self, capsys, tmp_path, monkeypatch):
+        words = ("train", "--target-epsilon", "4", "--epochs", "1", "--quiet", "--threads", "1")
+        assert run(capsys, *words, "--out", str(tmp_path / "1"))[2] == ""
+        monkeypatch.setattr("fodp.cli.train._MUCH_MEMORY", 1e3)
+        assert "correlated over 2 steps" in run(capsys, *words, "--out", str(tmp_path / "2"))[2]
+        assert run(capsys, *words, "--method", "dp-sgd", "--out", str(tmp_path / "3"))[2] == ""
+
     def test_noise_and_target_together_stop_early(self, capsys, tmp_path):
         _, out, _ = run(
             capsys, "train", *QUICK, "--target-epsilon", "0.6", "--epochs", "30", "--json", "--out", str(tmp_path / "r")

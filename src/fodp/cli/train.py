@@ -49,6 +49,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
 _MOST_COPIES = 1024
+_MUCH_MEMORY = 2e9  # bytes of earlier noise that are told of
 # What may be said anew when resuming; everything else belongs to the run.
 _ANEW = (
     "resume",
@@ -180,6 +181,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
         folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
+    _tell_kept_noise(plan, trainer.run.size)
     started = time.perf_counter()
     outcome = trainer.fit()
     code = 128 + (outcome.signal or signal.SIGINT) if outcome.reason == "interrupted" else 0
@@ -249,6 +251,18 @@ def _tell_large_delta(delta: float, public_size: int) -> None:
         print(
             f"fodp: delta {delta:g} is not below 1/{public_size}, one over the public size of the data: publishing one "
             f"record drawn at random would satisfy it. A smaller one: --delta {0.1 / public_size:.0e}",
+            file=sys.stderr,
+        )
+
+
+def _tell_kept_noise(plan: "Plan", size: int) -> None:
+    """Say what correlated noise keeps of a model with so many trained numbers, where that is a lot."""
+    earlier = len(plan.algorithm.strategy()) - 1
+    if 4 * earlier * size > _MUCH_MEMORY:
+        print(
+            f"fodp: noise is correlated over {earlier + 1} steps, and that of earlier ones takes "
+            f"{4e-9 * earlier * size:.1f} GB of memory. Less: --method fo-noise --shape fan-in --set order=None "
+            "--set average=ema --set bands=4, or --method dp-sgd",
             file=sys.stderr,
         )
 

@@ -106,7 +106,7 @@ class Utility:
         return paired(*(c.accuracies(c.rows[name], trial.setting) for name in (label, against)))
 
     def validation(self) -> dict[str, dict[Trial, float]]:
-        """Validation accuracy by row and setting, what the recipe is chosen by: of searched rows the best run's."""
+        """Validation accuracy by row and setting: of searched rows the best run's."""
         found: dict[str, dict[Trial, float]] = {}
         for trial, c in self.trials.items():
             for label, row in c.rows.items():

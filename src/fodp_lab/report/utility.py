@@ -21,8 +21,8 @@ CAVEATS = """\
   fan-in, the rule of lr="auto" and its constant) were tried on some of them, by hand and one seed at a time. SST-2 had
   not been, and counts for more.
 - The recipe was chosen on the validation parts of these very settings, with four seeds of their own
-  (`benchmarks/recipes.py`): its test examples are others, its data sets are not. An earlier recipe (DP-SGD, fan-in, rate by
-  transcript) had been shown the test sets of the first four settings before this one was chosen.
+  (`benchmarks/recipes.py`): its test examples are others, its data sets are not. An earlier recipe (DP-SGD, fan-in,
+  rate by transcript) had been shown the test sets of the first four settings before this one was chosen.
 - Searches, and the choice of the recipe, saw validation data alone, which is taken to be public here. On private data a
   search costs ε, and the untuned rows do without it; searched rows are shown as if it were free.
 - Sentences are words hashed into 4,096 buckets and cut to 24 words, so that no vocabulary is made of private text. This
