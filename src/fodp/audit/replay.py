@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fodp.audit.report import Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, columns, made, painted, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, MakeTrainer, columns, in_short, made, painted, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
 from fodp.clipping.gradients import FLOAT_TOLERANCE
@@ -19,6 +19,7 @@ from fodp.plan import Plan
 from fodp.training.trainer import Trainer
 
 ROWS = 24
+STEPS = 10  # a window of 8 releases is full by then, and a rate rule has heard some
 PLACES = {"huge": 3, "ordinary": 10, "zero": 15, "not finite": 20}  # rows of the odd examples
 
 
@@ -29,7 +30,7 @@ def replay_neighbours(
     dataset: Any,
     make: MakeTrainer = plain_trainer,
     *,
-    steps: int = 6,
+    steps: int = STEPS,
     rate: float = 0.7,
     seed: int = 0,
     secure: bool | None = None,
@@ -44,6 +45,9 @@ def replay_neighbours(
     are an ordinary one and planted ones: huge, zero and not finite. The same is done with painted gradients instead
     of a model, where one example can be as adverse as one likes. The sampling rate is raised so that they take part.
 
+    A longer plan is replayed in short: as one of `steps` steps, with the plan's noise, its schedules and all that is
+    counted in its steps shortened with it, so that what acts late in the plan acts in the replay.
+
     The model, the loss and the augmentation draw as they do in training: what they draw for the others must not
     change with the example. `secure` None replays in both modes, seeded and secure; both runs of a secure pair take
     one key, made from the audit's seed. Deterministic: a fault is a fault.
@@ -51,7 +55,7 @@ def replay_neighbours(
     steps = min(steps, plan.steps)
     faults: list[str] = []
     ratios: list[float] = []
-    problems = list(_problems(plan, model, loss_fn, dataset, make, rate, seed, secure))
+    problems = list(_problems(in_short(plan, steps), model, loss_fn, dataset, make, rate, seed, secure))
     try:
         for place, problem in enumerate(problems):
             whole = record(problem.trainer(problem.full, problem.owners), steps=steps)

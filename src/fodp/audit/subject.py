@@ -73,6 +73,16 @@ def rehearsal(plan: Plan, seed: int, secure: bool | None = None, **changes: Any)
     return replace(plan, accountant="rdp", **{"seed": None if stays_secure else seed, **changes})
 
 
+def in_short(plan: Plan, steps: int) -> Plan:
+    """The whole course of a plan in fewer steps: what acts late in it, or seldom, acts in these.
+
+    The noise stays; schedules, and what is counted in steps, go with the steps (`CommonParams.in_short`).
+    """
+    if steps >= plan.steps:
+        return plan
+    return replace(plan, steps=steps, params={**plan.params, **plan.algorithm.params.in_short(steps, plan.steps)})
+
+
 def made(
     make: MakeTrainer,
     model: nn.Module,

@@ -193,6 +193,18 @@ class CommonParams:
         self._refuse_what_would_not_act()
         _ = self.parts  # each checks itself
 
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        """What becomes other values where a plan `of` so many steps is tried in fewer, as audits do, so that all that
+        acts late in the plan acts there too: schedules, and what is counted in steps. Extend it for your own."""
+        changed: dict[str, Any] = {}
+        for name in ("noise_schedule", "clip_schedule"):
+            if (given := getattr(self, name)) is not None:
+                changed[name] = schedule.in_short(given, steps, of)
+        for name in ("lr_warmup", "shape_every", *(("shape_warmup",) if self.shape == "transcript" else ())):
+            if count := getattr(self, name):
+                changed[name] = schedule.share_of(count, steps, of)
+        return changed
+
     @cached_property
     def parts(self) -> Parts:
         """What the flat spelling means: the one place where it is read."""

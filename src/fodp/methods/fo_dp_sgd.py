@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -54,6 +54,10 @@ class FODPSGDParams(CommonParams):
         self.memory(floor=1.0)  # checks the ranges of all the rest
         self._refuse_unused(self.compact == "exponentials", "compact='exponentials'", "compact_error")
         self._refuse_unused(self.tau > 0, "a tau above 0", "gamma", "kappa", "zeta", "eps")
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        """The schedule of β too."""
+        return super().in_short(steps, of) | {"beta": schedule.in_short(self.beta, steps, of)}
 
     def memory(self, floor: float) -> WindowMemory:
         """A fresh memory with these settings."""

@@ -1,6 +1,7 @@
 """FO-DP-SGD with a uniform memory: a query-level design of the paper's ablation."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from fodp import _checks
 from fodp.memory import UniformMemory
@@ -24,6 +25,10 @@ class FOUniformParams(CommonParams):
         _checks.whole("window", self.window)
         if self.compact is not None:
             _checks.one_of("compact", self.compact, ("bfloat16",))
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        """The schedule of β too."""
+        return super().in_short(steps, of) | {"beta": schedule.in_short(self.beta, steps, of)}
 
 
 class FOUniform(FODPSGD):

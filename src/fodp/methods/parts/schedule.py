@@ -44,6 +44,18 @@ def pieces(schedule: Schedule, steps: int) -> list[tuple[float, int]]:
     return [(value, count) for value, count in cut if count > 0]
 
 
+def in_short(schedule: Schedule, steps: int, of: int) -> Schedule:
+    """The same course in fewer steps than `of`: every piece begins as far on, and the first has its step."""
+    if not isinstance(schedule, tuple):
+        return schedule
+    return tuple({start and share_of(start, steps, of): value for start, value in schedule}.items())
+
+
+def share_of(count: int, steps: int, of: int) -> int:
+    """How many of `steps` are as many as `count` steps of `of`: at least one."""
+    return max(1, count * steps // of)
+
+
 @dataclass(frozen=True)
 class Numbers:
     """The public numbers of a plan as they are at one step."""
