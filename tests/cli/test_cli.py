@@ -154,6 +154,18 @@ class TestTrain:
         method, given = params("--preset", "paper", "--dataset", "digits")
         assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)
 
+    def test_a_run_of_the_recipe_goes_on_with_the_bands_that_its_plan_chose(self, capsys, tmp_path):
+        words = ("train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--threads", "1")
+        assert run(capsys, *words, "--out", str(tmp_path))[0] == 0
+        assert run(capsys, "train", "--resume", "--quiet", "--out", str(tmp_path))[0] == 0
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["set"]["order"] is None
+        for changes in (dict(order=0.3), dict(bands=1), dict(quantile=0.5)):
+            changed = {**config, "set": {**config["set"], **changes}}
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            code, _, err = run(capsys, "train", "--resume", "--quiet", "--out", str(tmp_path))
+            assert (code, "its plan something else" in err) == (2, True), err
+
     def test_it_says_how_much_earlier_noise_is_kept_where_that_is_much(self, capsys, tmp_path, monkeypatch):
         words = ("train", "--target-epsilon", "4", "--epochs", "1", "--quiet", "--threads", "1")
         assert run(capsys, *words, "--out", str(tmp_path / "1"))[2] == ""

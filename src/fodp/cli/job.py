@@ -294,17 +294,20 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
         plan = Plan(**config["plan"])
     except TypeError as error:
         raise LedgerError(f"the run's configuration holds no plan ({error}): restore a copy of it") from None
-    said = {name: config[name] for name in plan.to_dict() if name in config}
-    if said.get("noise_multiplier", 0) is None:
-        del said["noise_multiplier"]
-    for name, value in {**said, "steps": _steps(config["epochs"], plan.sampling_rate)}.items():
+    numbers = {name: config[name] for name in plan.to_dict() if name in config}
+    if numbers.get("noise_multiplier", 0) is None:
+        del numbers["noise_multiplier"]
+    for name, value in {**numbers, "steps": _steps(config["epochs"], plan.sampling_rate)}.items():
         if value != getattr(plan, name):
             raise LedgerError(
                 f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
                 "a copy of it"
             )
     params = _said_params(config)
-    if replace(plan, params={**plan.params, **params}) != plan:
+    said = replace(plan, params={**plan.params, **params})
+    # None leaves some parameters to calibration, and the plan has what it chose.
+    left = {name for choice in said.algorithm.candidates(said) for name in choice if params.get(name, "") is None}
+    if replace(said, params={**said.params, **{name: plan.params[name] for name in left}}) != plan:
         raise LedgerError(
             f"the run's configuration says {_checks.shown(params)}, its plan something else: restore a copy of it"
         )
