@@ -25,7 +25,11 @@ def best_order(bands: int, steps: int) -> float:
     if bands == 1:
         return 0.5
     horizon = min(steps, LONGEST)
-    return min(_ORDERS, key=lambda order: _objective(np.array(fractional_coefficients(order, bands)), horizon)[0])
+
+    def noise(order: float) -> float:
+        return _objective(np.array(fractional_coefficients(order, bands)), horizon, with_slope=False)[0]
+
+    return min(_ORDERS, key=noise)
 
 
 @lru_cache(maxsize=512)
@@ -61,8 +65,10 @@ def is_stable(coefficients: Sequence[float]) -> bool:
     return not len(roots) or bool(np.abs(roots).min() > 1 + 1e-9)
 
 
-def _objective(c: npt.NDArray[np.float64], steps: int) -> tuple[float, npt.NDArray[np.float64]]:
-    """log of (|c|·accumulated noise)², which does not depend on the scale of c, and its gradient.
+def _objective(
+    c: npt.NDArray[np.float64], steps: int, *, with_slope: bool = True
+) -> tuple[float, npt.NDArray[np.float64]]:
+    """log of (|c|·accumulated noise)², which does not depend on the scale of c, and its gradient, or zeros without.
 
     Of z_(t-k) there is s_k in the sum of the first t releases, s(x) = 1/((1-x)·c(x)); so ∂s/∂c_j = -x^j·s(x)/c(x).
     """
@@ -77,6 +83,9 @@ def _objective(c: npt.NDArray[np.float64], steps: int) -> tuple[float, npt.NDArr
         total, length = float(weighted @ sums), float(c @ c)
     if not total < 1e100:
         return 1e3, np.zeros_like(c)
+    value = math.log(total) + math.log(length)
+    if not with_slope:
+        return value, np.zeros_like(c)
     both = fftconvolve(sums, response)[:steps]
     slope = np.array([-2 * float(weighted[j:] @ both[: max(0, steps - j)]) for j in range(len(c))])
-    return math.log(total) + math.log(length), slope / total + 2 * c / length
+    return value, slope / total + 2 * c / length
