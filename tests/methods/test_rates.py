@@ -119,6 +119,67 @@ def test_what_starts_at_zero_is_measured_by_where_it_has_to_go_and_vectors_not_a
     assert relative_noise(vectors) == relative_noise([]) == 1.0
 
 
+class LowRank(nn.Module):
+    """A frozen layer and two matrices beside it, the second of which starts at zero."""
+
+    def __init__(self, inputs, outputs, rank=4):
+        super().__init__()
+        self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Mean(nn.Module):
+    """Over the words of a text."""
+
+    def forward(self, x):
+        return x.mean(dim=1)
+
+
+def starting(name):
+    """A model that does not start as PyTorch starts layers, and records of no one in its form."""
+    zero = nn.Linear(40, 24)
+    nn.init.zeros_(zero.weight)
+    layers = {
+        "zero head": lambda: [nn.Linear(16, 40), nn.Tanh(), zero],
+        "low rank": lambda: [LowRank(16, 40), nn.Tanh(), zero],
+        "text": lambda: [nn.Embedding(30, 16), Mean(), nn.LayerNorm(16), nn.Linear(16, 24)],
+        "conv": lambda: [
+            nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(128, 24),
+        ],
+    }  # fmt: skip
+    inputs = {
+        "text": torch.zeros(6, 5, dtype=torch.int64),
+        "conv": torch.zeros(6, 1, 4, 4),
+    }.get(name, torch.zeros(6, 16))
+    return nn.Sequential(*layers[name]()), TensorDataset(inputs, torch.zeros(6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("dp-sgd", {}), ("dp-sgd", dict(shape="fan-in", width=4.0)), ("dp-adam", {})]
+)
+@pytest.mark.parametrize("name", ["zero head", "low rank", "text", "conv"])
+def test_noise_moves_other_starts_by_the_ratio_too(name, method, given):
+    """Lots are empty. What starts at zero is measured by 1/√(3·inputs), and the rest by itself where it is larger."""
+    torch.manual_seed(0)
+    model, records = starting(name)
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
+    first = [p.detach().clone() for p in matrices]
+    the_plan = plan(method, {"auto_ratio": 0.7, **given}, steps=STEPS, sampling_rate=1e-9, noise_multiplier=1.3)
+    training = trainer(the_plan, model, records, public_score=lambda: 0.0)
+    assert 0 < training.learning_rate < math.inf
+    training.fit()
+    ratios = []
+    for before, after in zip(first, matrices, strict=True):
+        least = 1 / (3 * before[0].numel())
+        size = max(float(before.square().mean()), least)
+        ratios.append(float((after.detach() - before).square().mean() / size) ** 0.5)
+    assert whole(ratios) == pytest.approx(0.7, rel=0.15)
+
+
 def test_a_method_that_says_nothing_of_its_step_is_refused_by_name():
     class Louder(METHODS["dp-sgd"]):
         name = "louder"

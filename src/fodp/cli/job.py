@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
@@ -233,6 +234,25 @@ def _load_table(config: dict[str, Any]) -> "Splits":
     if unused:
         print(f"columns that the schema does not name are not used: {', '.join(unused)}", file=sys.stderr)
     return splits
+
+
+def public_sample(config: dict[str, Any], plan: "Plan", splits: "Splits") -> dict[str, Any]:
+    """The Trainer's word for --public-sample: public records by which the shape kronecker measures layers."""
+    if "public_sample" not in config:
+        return {}
+    from fodp.data.loading import public_records
+    from fodp.data.models import wants_flat
+
+    shape = plan.algorithm.parts.shape
+    if shape is None or shape.shape != "kronecker":
+        raise ConfigurationError("--public-sample is looked at by the shape kronecker alone: add --shape kronecker")
+    path, private = Path(config["public_sample"]), Path(config["dataset"])
+    if path.exists() and private.exists() and path.samefile(private):
+        raise ConfigurationError(
+            f"--public-sample {path} is the private data itself, and what is made of it gets no noise: give records "
+            "that are public, or leave it out"
+        )
+    return dict(public_sample=public_records(path, splits.card, flatten=wants_flat(config["model"])))
 
 
 def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":

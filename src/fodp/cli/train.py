@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fodp
 from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError
-from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
+from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, public_sample, use_threads
 from fodp.cli.ledger import parse_budget, with_ledger
 from fodp.cli.ranks import divide, joined
 
@@ -76,6 +76,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
     add("--augment", metavar="NAME", help="of images: standard, crop, flip or crop+flip; see --copies")
     add("--copies", type=int, metavar="K", help="augmented pictures of a record, averaged before clipping; default 1")
+    add(
+        "--public-sample", metavar="FILE", help="with --shape kronecker: public records of the data's form (.npz, .csv)"
+    )
     add("--device", metavar="NAME", help="where to train: cpu (default), cuda, cuda:1, … (docs/scaling.md)")
     add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
     add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
@@ -164,6 +167,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         target_epsilon=config.get("target_epsilon") if config.get("noise_multiplier") is not None else None,
         microbatch=config.get("microbatch"),
         **_augmenting(config, splits),
+        **public_sample(config, plan, splits),
         ledger=shared or (lambda: _open_ledger(folder.ledger, config, options)),
         run_id=config.get("run"),
         public_score=(lambda: accuracy(model, splits.validation)[1]) if len(splits.validation) else None,

@@ -48,6 +48,11 @@ class Card:
         return None if values is None else tuple(values)
 
     @property
+    def is_uint8(self) -> bool:
+        """Whether records are pixels of whole numbers, as stored; of all others the values are used as they stand."""
+        return self.scale != 1.0
+
+    @property
     def lot_size(self) -> int:
         """Default divisor L: the expected lot q·N, as a whole number."""
         return max(1, round(self.sampling_rate * self.train_size))

@@ -10,6 +10,7 @@ from fodp._checks import ConfigurationError, DataError, whole
 from fodp.data.cards import CARDS, Card, own_card
 
 if TYPE_CHECKING:  # so that asking for a card, or for --help, does not wait for torch
+    from torch import Tensor
     from torch.utils.data import TensorDataset
 
     from fodp.data.arrays import Arrays
@@ -92,6 +93,38 @@ def load(
         f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file (a table: from_table); got "
         f"{label!r}"
     )
+
+
+def public_records(path: str | Path, card: Card, *, flatten: bool) -> "tuple[Tensor, ...]":
+    """Public records in the form of a card's data, as a loss takes them, from an `.npz` or, by its schema, a table.
+
+    Of an `.npz` those are train_images and train_labels. They are normalised with the card's constants, not their own.
+    """
+    from fodp.data import arrays as checks
+    from fodp.data import npz
+
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if card.schema is not None:
+        if suffix == ".npz":
+            raise ConfigurationError(f"{card.name} is a table: public records for it are a table too, got {path}")
+        from fodp.data.tables import encode_records
+
+        return encode_records(path, card)
+    if suffix != ".npz":
+        raise ConfigurationError(
+            f"public records in the form of {card.name} are an .npz (docs/your-data.md), got {path}"
+        )
+    arrays = npz.read(path)
+    checks.check(arrays, path, card.classes)
+    images = arrays.train_images
+    if images.shape[1:] != card.shape or (images.dtype == "uint8") != card.is_uint8:
+        kind = "uint8" if card.is_uint8 else "floating point"
+        raise DataError(
+            f"images of {path} must be {kind} of shape {card.shape} each, like those of {card.name}; "
+            f"got {images.dtype} of {images.shape[1:]}"
+        )
+    return checks.to_dataset(images, arrays.train_labels, card, flatten=flatten).tensors
 
 
 def _read_own(path: Path, assume_size: int | None, classes: int | None, test_size: int | None) -> "tuple[Arrays, Card]":

@@ -92,13 +92,24 @@ def _owners(table: "_Table", schema: Schema, column: str | None) -> list[str] | 
 
 def encode_inputs(table: Any, card: Card) -> torch.Tensor:
     """The inputs of a model for rows of a table whose target need not be known, by the schema in a card."""
+    public, inputs, _ = _schema_of(card)
+    return torch.from_numpy(_input_rows(_Table(table), inputs, public))
+
+
+def encode_records(table: Any, card: Card) -> tuple[torch.Tensor, ...]:
+    """Inputs and targets of rows of another table, by the schema in a card."""
+    public, inputs, goal = _schema_of(card)
+    return _encode(_Table(table), inputs, goal, public).tensors
+
+
+def _schema_of(card: Card) -> tuple[Schema, Sequence[Column], Column]:
+    """A card's schema, its columns to learn from, and the one to predict."""
     if card.schema is None:
         raise DataError(f"{card.name} is no table: its card has no schema")
     said = dict(card.schema)
     target = said.pop("target")
     public = read_schema(said)
-    inputs, _ = public.split(target)
-    return torch.from_numpy(_input_rows(_Table(table), inputs, public))
+    return public, *public.split(target)
 
 
 def encode_columns(table: Any, schema: Schema) -> torch.Tensor:
