@@ -51,6 +51,7 @@ CANDIDATES = (
     _candidate("fractional noise, fan-in, trapezoid", FRACTIONAL, **FITTED, **FAN_IN, **TRAPEZOID),
     _candidate("fractional noise, fan-in, EMA", FRACTIONAL, **FITTED, **FAN_IN, **EMA),
     _candidate("fractional noise, fan-in, EMA, c=1", FRACTIONAL, **FITTED, **FAN_IN, **EMA, auto_ratio=1.0),
+    _candidate("fractional noise, fan-in, EMA, c=3", FRACTIONAL, **FITTED, **FAN_IN, **EMA, auto_ratio=3.0),
     _candidate("fractional noise, fan-in, EMA, c=4", FRACTIONAL, **FITTED, **FAN_IN, **EMA, auto_ratio=4.0),
     _candidate("fractional noise, kronecker, linear", FRACTIONAL, **FITTED, **KRONECKER, **LINEAR),
     _candidate("fractional noise, kronecker, trapezoid", FRACTIONAL, **FITTED, **KRONECKER, **TRAPEZOID),
