@@ -53,7 +53,7 @@ def test_a_rate_rule_that_hears_releases_is_consistent(method, steps, rate):
             "fo-dp-sgd",
             dict(beta=((0, 0.9), (180, 0.5)), clip_schedule=tuple((i, 1 + i / 200) for i in range(0, 200, 5))),
         ),
-        ("fo-noise", dict(bands=16, **RULE)),
+        ("fo-noise", dict(bands=16, average="tail")),
     ],
     ids=["kronecker", "transcript", "tail", "many pieces", "turns"],
 )
@@ -68,14 +68,14 @@ def test_no_late_part_is_accused(method, params):
 
 def hears_the_sum_before_its_noise(monkeypatch):
     """A rate rule that is given the clean sum in place of the release."""
-    made = Run._mapped_back
+    made = Run.release
 
-    def before_noise(run, query, released, std):
-        found = made(run, query, released, std)
+    def before_noise(run, lot, query, std):
+        found = made(run, lot, query, std)
         run.last_fresh = query.map_back_(query.value.clone()), std
         return found
 
-    monkeypatch.setattr(Run, "_mapped_back", before_noise)
+    monkeypatch.setattr(Run, "release", before_noise)
     return RULE
 
 
@@ -108,9 +108,9 @@ def a_tail_with_clean_sums(monkeypatch):
     """An average that takes in what the last step would have been without noise."""
     made, take, clean = Run._mapped_back, RunningAverage.take, []
 
-    def kept(run, query, released, std):
+    def kept(run, query, released):
         clean[:] = [query.value.clone()]
-        return made(run, query, released, std)
+        return made(run, query, released)
 
     monkeypatch.setattr(Run, "_mapped_back", kept)
     monkeypatch.setattr(RunningAverage, "take", lambda self, x, *when: take(self, x - 0.01 * clean[0], *when))
