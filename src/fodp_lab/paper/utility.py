@@ -111,7 +111,8 @@ FULL_ROWS: tuple[Row, ...] = (
 _DEAR = ("FO-DP-SGD", "FO-DP-SGD, kronecker", "FO-DP-SGD, transcript")
 MOST_ROWS = tuple(row for row in FULL_ROWS if row.label not in _DEAR)
 _FEWER = (
-    *_DEAR, "DP-SGD, transcript", "DP-SGD, normalised clipping", "DP-Adam", "DP-Adam, untuned",
+    *_DEAR, "DP-SGD, kronecker", "DP-SGD, transcript", "DP-SGD, normalised clipping", "FO-DP-SGD, fan-in", "DP-Adam",
+    "FO-DP-SGD, fan-in, untuned", "DP-Adam, untuned", "fractional noise",
     "DP-SGD, fan-in, linear decay, untuned", "DP-SGD, fan-in, trapezoid, untuned",
     "DP-SGD, fan-in, tail average, untuned", "DP-SGD, fan-in, power-law average, untuned",
     "DP-SGD, kronecker" + FOLLOWED + UNTUNED, "FO-DP-SGD, fan-in" + FOLLOWED + UNTUNED,
