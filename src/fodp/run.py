@@ -451,7 +451,7 @@ class Run:
         if self._correlated is None:
             self._noise_std = std
             released = self._mapped_back(query, self._noised(query, std, name))
-            if self.followed is not None and not query.is_number:  # memories change a release in place
+            if self.followed is not None and released.shape == (self.size,):  # memories change a release in place
                 self.last_fresh = released.clone(), std
             return released
         if sum(self._releases.values()) > 1:
