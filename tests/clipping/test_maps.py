@@ -16,7 +16,7 @@ from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradie
 
 ROWS = 5
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5}
-KINDS = ("both", "left", "right", "diagonal")
+KINDS = ("both", "left", "right", "diagonal", "numbers")
 
 
 def side(size: int, kind: str, seed: int) -> Side:
@@ -30,8 +30,8 @@ def maps_of(model: nn.Module, kind: str) -> list[Any]:
     """A map for every parameter, whether or not it has a cheap form."""
     found: list[Any] = []
     for seed, parameter in enumerate(trainable(model)):
-        if parameter.dim() == 0:
-            found.append(0.7)
+        if parameter.dim() == 0 or kind == "numbers":  # as fan-in has them, or people of their own
+            found.append(0.7 + 0.2 * (seed % 3))
             continue
         left = None if kind == "right" else side(parameter.shape[0], kind, seed)
         right = (
@@ -96,6 +96,18 @@ def test_every_layer_mapped_is_the_map_of_its_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_every_fast_model_mapped_is_the_map_of_its_gradients(name: str) -> None:
     assert compare(FAST, name, "both", torch.float64).path != "loop"
+
+
+@pytest.mark.rule(4)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_brought_to_the_clip_norm_after_the_map(name: str) -> None:
+    model, x = build(LAYERS, name, ROWS, torch.float64)
+    maps = maps_of(model, "both")
+    truth, _ = by_hand(model, x, maps)
+    norms = truth.norm(dim=1, keepdim=True)
+    found = Gradients(Engine(model, probe), x, stability=0.3).shaped(maps).clipped_sum(2.0)
+    assert found.bound == 2.0
+    assert (found.value - (2.0 * truth / (norms + 0.3)).sum(0)).norm() <= 1e-11
 
 
 @pytest.mark.rule(9)

@@ -47,10 +47,11 @@ def test_every_method_is_the_same_on_one_two_and_three_ranks(count, variants):
             assert all(map(torch.equal, many[4], first[4]))
 
 
-def test_a_rate_that_follows_releases_is_the_same_on_all_ranks(monkeypatch):
+@pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd"])
+def test_a_rate_that_follows_releases_is_the_same_on_all_ranks(method, monkeypatch):
     def rates(_):
         monkeypatch.setattr(rate_rules, "_CHANCE", 0.0)  # so that few steps move it
-        training = trainer(plan("dp-sgd", dict(rate_rule="transcript"), steps=6))
+        training = trainer(plan(method, dict(rate_rule="transcript"), steps=6))
         training.fit()
         return training.optimizer.param_groups[0]["lr"] / training.learning_rate, flat(training.model)
 
