@@ -8,7 +8,7 @@ from fodp_lab.judging.statistics import MARGIN, Difference
 from fodp_lab.judging.utility import CHANGES, Utility, in_points
 from fodp_lab.judging.verdicts import BETTER, EQUAL, OPEN, REFERENCE, WORSE, Standing
 from fodp_lab.paper.fair import BASELINE, CEILING
-from fodp_lab.paper.utility import PROMISE, RULE, Trial
+from fodp_lab.paper.utility import PROMISE, RULE, UNTUNED, Trial
 from fodp_lab.report.charts import BLUE, FO_COLOUR, GREEN, GREY, Chart, Mark, Panel
 from fodp_lab.report.tables import NONE, Table, interval, mean_std, number, points, settings
 
@@ -228,15 +228,18 @@ def chart(found: Utility) -> Chart:
             if any(row.verdict == word for row in known)
         )
         ceiling = [(100 * (row.summary.mean - base), "not private") for row in rows if row.label == CEILING]
-        axis = f"points against DP-SGD ({100 * base:.1f}%)"
+        axis = f"points against {100 * base:.1f}%"
         panels.append(Panel(trial.name, axis, "", marks, ((0.0, ""), *ceiling), tuple(_short(r.label) for r in known)))
-    title = "Every row against DP-SGD with a searched rate, with 95% intervals"
+    title = "Every row against DP-SGD with a searched rate, with 95% intervals (* without a search)"
     return Chart(FIGURE, title, "dots", tuple(panels), "")
 
 
 def _short(label: str) -> str:
     """A row's name where there is little room."""
-    return label.removeprefix("DP-SGD, ").replace("FO-DP-SGD", "FO").replace("fractional noise", "frac. noise")
+    words = (("FO-DP-SGD", "FO"), ("fractional noise", "frac. noise"), ("rate by transcript", "rule"), (UNTUNED, "*"))
+    for long, short in words:
+        label = label.removeprefix("DP-SGD, ").replace(long, short)
+    return label
 
 
 def _mark(label: str, colour: str, rows: Iterable[Standing]) -> Mark:
