@@ -55,8 +55,10 @@ def start(script, path, *words):
     )
     places = [os.path.dirname(__file__), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    # A shell's background jobs ignore interrupts, and so would what they start.
     return subprocess.Popen([sys.executable, str(script), str(path)], env=environment, start_new_session=True,
-                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+                            stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
 
 
 def wait_for_records(process, path, count):
