@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fodp.run import Run
 from fodp.testing import (
     ODD,
     SIZE,
@@ -45,3 +46,15 @@ def trajectory(training: Trainer, steps: int | None = None) -> Tensor:
         training._one_step()
         points.append(flat(training.model))
     return torch.stack(points)
+
+
+def let_rate_rules_hear_clean_sums(monkeypatch):
+    """A fault: a rate rule is given the sum before its noise in place of the release."""
+    made = Run.release
+
+    def before_noise(run, lot, query, std):
+        found = made(run, lot, query, std)
+        run.last_fresh = query.map_back_(query.value.clone()), std
+        return found
+
+    monkeypatch.setattr(Run, "release", before_noise)

@@ -14,6 +14,7 @@ from fodp.methods.parts import schedule
 from fodp.methods.parts.averages import RunningAverage
 from fodp.run import Run, _Scheduled
 from fodp.training import fitting
+from methods_for_tests import let_rate_rules_hear_clean_sums
 from mutants_for_tests import losses, plan, problem
 
 RULE = dict(rate_rule="transcript")
@@ -64,19 +65,6 @@ def test_no_late_part_is_accused(method, params):
 
 
 # --- wrong versions --------------------------------------------------------------------------------------------------
-
-
-def hears_the_sum_before_its_noise(monkeypatch):
-    """A rate rule that is given the clean sum in place of the release."""
-    made = Run.release
-
-    def before_noise(run, lot, query, std):
-        found = made(run, lot, query, std)
-        run.last_fresh = query.map_back_(query.value.clone()), std
-        return found
-
-    monkeypatch.setattr(Run, "release", before_noise)
-    return RULE
 
 
 def maps_made_anew_of_the_data(monkeypatch):
@@ -138,7 +126,8 @@ def an_automatic_rate_of_the_data(monkeypatch):
 @pytest.mark.parametrize("steps", [20, 200])
 @pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd"])
 def test_a_rate_rule_that_hears_clean_sums_is_accused(monkeypatch, method, steps, rate):
-    report = audited(long(method, {**hears_the_sum_before_its_noise(monkeypatch), **rate}, steps), "replay")
+    let_rate_rules_hear_clean_sums(monkeypatch)
+    report = audited(long(method, {**RULE, **rate}, steps), "replay")
     assert report.exit_code == 1
     assert any("optimizer after step" in fault or "state after step" in fault for fault in report.findings[0].faults)
 

@@ -13,9 +13,9 @@ from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods import METHODS
 from fodp.methods.parts import rate_rules
 from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
-from fodp.run import Run, refuse_unfit_for_slices
+from fodp.run import refuse_unfit_for_slices
 from fodp.training import fitting
-from methods_for_tests import delete_one, network, plan, trainer, trajectory
+from methods_for_tests import delete_one, let_rate_rules_hear_clean_sums, network, plan, trainer, trajectory
 
 FOLLOWED = dict(rate_rule="transcript", shape="fan-in", width=4.0)
 STEPS = 200
@@ -268,14 +268,7 @@ class TestWrongRule:
 
     @pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd"])
     def test_one_that_hears_the_sum_before_its_noise_is_caught(self, method, monkeypatch, hears_all):
-        made = Run.release
-
-        def before_noise(run, lot, query, std):
-            found = made(run, lot, query, std)
-            run.last_fresh = query.map_back_(query.value.clone()), std
-            return found
-
-        monkeypatch.setattr(Run, "release", before_noise)
+        let_rate_rules_hear_clean_sums(monkeypatch)
         found = delete_one(plan(method, FOLLOWED, steps=8))
         assert any("optimizer after step" in fault or "parameters after step" in fault for fault in found)
 
