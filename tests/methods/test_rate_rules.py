@@ -296,7 +296,7 @@ def test_a_plan_without_one_is_the_plan_from_before():
     ("method", "params", "says"),
     [
         ("dp-sgd", dict(rate_rule="up"), "rate_rule"),
-        ("fo-noise", dict(rate_rule="transcript", bands=4), "takes back that of the 3 steps before"),
+        ("fo-noise", dict(rate_rule="transcript", bands=4), "correlated over 4 steps"),
     ],
 )
 def test_what_it_does_not_understand_is_refused(method, params, says):

@@ -392,8 +392,8 @@ class Method:
             )
         if self.parts.rates.follows and len(self.strategy()) > 1:
             raise ConfigurationError(
-                f"rate_rule='transcript' asks what is fresh in a release, and the noise of {self.name} takes back that "
-                f"of the {len(self.strategy()) - 1} steps before: leave rate_rule out, or use one band"
+                f"rate_rule='transcript' asks what is fresh in a release, and the noise of {self.name} is "
+                f"correlated over {len(self.strategy())} steps: leave rate_rule out, or use one band"
             )
         self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
 
