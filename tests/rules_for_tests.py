@@ -100,8 +100,6 @@ def sharpness_aware(world, p):
         g = world.total(theta, rows)
         return world.total(theta + p["rho"] * g / g.norm(), rows)
 
-    if p["variant"] == "per-example":
-        return lambda theta: sum(one(theta, slice(i, i + 1)) for i in range(len(world.inputs)))
     return lambda theta: one(theta, slice(None))
 
 

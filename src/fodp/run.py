@@ -296,13 +296,10 @@ class Run:
         """The shapes of the model's trainable parameters, in their order in a flat vector."""
         return tuple(parameter.shape for parameter in self.engine.layout.parameters)
 
-    def gradients(
-        self, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
-    ) -> Gradients:
+    def gradients(self, lot: Lot, at: Points = HERE, blocks: Sequence[float] | None = None) -> Gradients:
         """The lot's per-example gradients at the model's parameters, or at points given by releases.
 
-        `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖ instead. `blocks` are public
-        factors, one per parameter, that scale its part of every gradient.
+        `blocks` are public factors, one per parameter, that scale its part of every gradient.
         """
         self._place(lot)  # of this step
         self.engine.look_again = self._looks_again()
@@ -312,11 +309,9 @@ class Run:
             self.shards is not None and at is not HERE
         ):  # passes are made at whole points, and a method knows its slices of them
             at = tuple((c, None if offset is None else self.shards.slices.gather(offset)) for c, offset in at)
-        return self._asked(self._batch(lot), lot, at, ascent, blocks)
+        return self._asked(self._batch(lot), lot, at, blocks)
 
-    def _asked(
-        self, batch: Any, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
-    ) -> Gradients:
+    def _asked(self, batch: Any, lot: Lot, at: Points = HERE, blocks: Sequence[float] | None = None) -> Gradients:
         """The gradients of a lot, or of a part of one, with all that the method's parts make of them."""
         asked = Gradients(
             self.engine,
@@ -325,7 +320,6 @@ class Run:
             self._copies,
             self._microbatch,
             lot,
-            ascent=ascent,
             exact=self.plan.exact_noise,
             layers=self.layers,
             stability=self.method.parts.stability,

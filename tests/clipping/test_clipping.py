@@ -633,20 +633,6 @@ def test_a_sum_of_norms_is_cut_at_its_bound(engine: str) -> None:
         torch.testing.assert_close(query.value, norms.clamp(max=bound).sum())
 
 
-@pytest.mark.rule(4)
-@pytest.mark.parametrize("name", ["mlp", "text-cnn", "gru", "tied-linear"])
-def test_per_example_ascent_is_clipped_at_each_examples_own_point(name: str) -> None:
-    model, x = build(FAST, name, COUNT, torch.float64)
-    here = gradients_by_hand(model, probe, x)
-    truth = torch.cat(
-        [points_by_hand(model, probe, x[i : i + 1], ((1.0, 0.3 * here[i] / here[i].norm()),)) for i in range(COUNT)]
-    )
-    clip_norm = clip_norm_for(truth)
-    query = Gradients(Engine(model, probe), x, ascent=0.3).clipped_sum(clip_norm)
-    assert query.bound == clip_norm
-    assert_close(query.value, clipped(truth, clip_norm).sum(0), clip_norm)
-
-
 def test_several_questions_of_one_lot_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mlp(), vectors()
     engine, lot = checked_engine(model), object()

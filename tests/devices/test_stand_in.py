@@ -59,7 +59,6 @@ CASES = [
     ("a fixed kernel", "fo-dp-sgd", {"tau": 0.0}, {}),
     ("adambc after a memory", "fo-dp-sgd", {"update": "adambc"}, {}),
     ("bands", "fo-noise", {"bands": 2}, {}),
-    ("per-example ascent", "dp-sam", {"variant": "per-example"}, {}),
     ("schedules", "dp-sgd", {"noise_schedule": [[0, 1.0], [3, 0.5]]}, {}),
     ("exact noise", "dp-sgd", {}, {"exact_noise": True}),
 ]  # fmt: skip

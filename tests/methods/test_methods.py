@@ -22,8 +22,6 @@ import fodp
 from fodp import testing
 from fodp.accounting import Event, Phase
 from fodp.audit.tape import event_faults, promised, same
-from fodp.clipping import ascent
-from fodp.clipping.engine import Engine
 from fodp.data import load
 from fodp.data.models import build
 from fodp.methods import METHODS, CommonParams, Method, register
@@ -119,7 +117,6 @@ SETTINGS = [
     ("dp-adam", dict(beta1=0.5, beta2=0.9, adam_eps=0.1)),
     ("dp-adamw", dict(weight_decay=0.5)),
     ("dp-sam", dict(rho=0.5)),
-    ("dp-sam", dict(rho=0.5, variant="per-example")),
     ("dp-sat", dict(rho=0.5)),
     ("disk", dict(kappa=0.5, gamma=0.7)),  # c > 1
     ("disk", dict(kappa=0.3, gamma=0.7 / 0.3)),  # c = 1: one gradient only
@@ -218,7 +215,6 @@ BASES = [
     ("dp-sgd", dict(filter="fractional", filter_beta=0.7), "post-fm-dp-sgd", dict(beta=0.7)),
     ("dp-sat", dict(rho=0.0), "dp-sgd", {}),
     ("dp-sam", dict(rho=0.0), "dp-sgd", {}),
-    ("dp-sam", dict(rho=0.0, variant="per-example"), "dp-sgd", {}),
     ("disk", dict(kappa=1.0), "dp-sgd", {}),
     ("doppler", dict(filter_a=(), filter_b=(1.0,)), "dp-sgd", {}),
     ("doppler", dict(filter_a=(-0.5,), filter_b=(0.5,)), "dp-sgd", dict(filter="momentum", momentum=0.5)),
@@ -273,7 +269,6 @@ def test_another_setting_is_not(method, params, base):
 @pytest.mark.parametrize(
     ("method", "params"),
     [
-        ("dp-sam", dict(variant="per-example", rho=1.0)),
         ("dp-sam", dict(rho=1.0)),
         ("dp-sat", dict(rho=1.0)),
         ("disk", dict(kappa=0.2, gamma=0.5)),
@@ -337,7 +332,6 @@ def test_fixed_events_that_alone_exceed_the_target_are_refused():
         ("adp-adamw", dict(decay=0.5), [(0.2, 2.0)] * 5 + [(0.2, 1.0)]),
         ("adp-adamw", dict(decay=0.5, plateaus=1), [(0.2, 2.0)] * 6),
         ("dp-sam", dict(ascent_noise=3.0), [(0.2, 6.0), (0.2, 2.0)] * 6),
-        ("dp-sam", dict(variant="per-example"), [(0.2, 2.0)] * 6),
         ("dp-is", dict(rate_cap=1.5, normaliser_noise=50.0), [(1.0, 50.0)] + [(pytest.approx(0.3), 2.0)] * 6),
         ("sa-dpsgd", {}, [(0.2, 2.0)] * 6),
         ("dp-adam-ac", {}, [(0.2, 2.0)] * 6),
@@ -465,9 +459,7 @@ def embedding():
 
 
 @pytest.mark.parametrize("make", [convolutional, embedding])
-@pytest.mark.parametrize(
-    ("method", "params"), [(name, {}) for name in NAMES] + [("dp-sam", dict(variant="per-example"))], ids=str
-)
+@pytest.mark.parametrize(("method", "params"), [(name, {}) for name in NAMES], ids=str)
 def test_other_models_train_too(make, method, params):
     model, inputs = make()
     dataset = TensorDataset(inputs, torch.arange(20) % 3)
@@ -708,46 +700,6 @@ class TestAnnealing:
             trainer(plan("sa-dpsgd"), public_score=None)
 
 
-class TestPerExampleAscent:
-    """h_i = ∇ℓ_i(θ + ρ·g_i/‖g_i‖), vectorised or one by one."""
-
-    def test_both_paths_agree_with_the_definition(self):
-        engine, batch = Engine(network(), losses), data().tensors
-        vectorised = torch.stack(list(ascent._vectorised(engine, batch, 0.3)))
-        assert torch.allclose(vectorised, torch.stack(list(ascent._one_by_one(engine, batch, 0.3))))
-        for i in range(3):
-            model, row = network(), tuple(t[i : i + 1] for t in batch)
-            (first,) = gradients_by_hand(model, losses, row)
-            vector_to_parameters(flat(model) + 0.3 * first / first.norm(), model.parameters())
-            assert torch.allclose(vectorised[i], gradients_by_hand(model, losses, row)[0])
-
-    def test_the_model_is_left_as_it_was(self):
-        model = network()
-        list(ascent.ascended_gradients(Engine(model, losses), data().tensors, 0.3))
-        assert torch.equal(flat(model), flat(network()))
-
-    @pytest.mark.parametrize("path", [ascent._vectorised, ascent._one_by_one])
-    @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-24])
-    def test_a_vanishing_gradient_does_not_throw_the_point_far_away(self, path, scale):
-        """The square of such a norm is zero in float32: dividing by it would ascend by 10^10 instead of ρ."""
-        model = nn.Linear(2, 1, bias=False)
-        nn.init.zeros_(model.weight)
-
-        def bent(model, batch):
-            return batch[1] * model(batch[0]).squeeze(1).sin()  # the gradient turns round beyond π/2
-
-        batch = (torch.ones(1, 2), torch.full((1,), scale))
-        (found,) = path(Engine(model, bent), batch, 0.05)
-        assert torch.allclose(found, torch.full((2,), scale), rtol=0.01, atol=0)
-
-    def test_what_cannot_be_vectorised_is_done_one_by_one(self):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
-        rows = list(ascent.ascended_gradients(Engine(model, losses), data().tensors, 0.1))
-        assert len(rows) == 24
-        assert all(row.isfinite().all() for row in rows)
-
-
 # --- 7. everyone learns --------------------------------------------------------------------------------------
 
 
@@ -817,7 +769,7 @@ OUT_OF_RANGE = {
     "post-fm-dp-sgd": [dict(beta=0.0), dict(gamma=0.0)],
     "adp-adamw": [dict(decay=0.0), dict(decay=1.01)],
     "dp-is": [dict(refresh=249), dict(refresh=300.0), dict(rate_cap=0.0), dict(normaliser_noise=0.0)],
-    "dp-sam": [dict(rho=-0.1), dict(ascent_noise=0.0), dict(variant="batch")],
+    "dp-sam": [dict(rho=-0.1), dict(ascent_noise=0.0)],
     "dp-sat": [dict(rho=-0.1)],
     "block-dp-sgd": [dict(width=0.0), dict(width=-1.0), dict(width="wide")],
     "disk": [dict(kappa=0.0), dict(kappa=1.1), dict(gamma=0.0)],
@@ -857,7 +809,6 @@ WITHOUT_EFFECT = {
         dict(clip_max=10.0),
     ],
     "fo-dp-sgd": [dict(compact_error=0.1, compact="bfloat16"), *({n: 0.5, "tau": 0.0} for n in ("gamma", "zeta"))],
-    "dp-sam": [dict(ascent_noise=2.0, variant="per-example")],
     "dp-adam-ac": [dict(band=0.2, quantile=None), dict(up=1.1, quantile=None)],
 }
 

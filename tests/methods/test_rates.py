@@ -31,7 +31,6 @@ ALSO = [
     ("dp-sgd", dict(shape=(3.0, 1.0, 0.2, 1.0))),
     ("dp-sgd", dict(update="adam", filter="momentum", lr_schedule="linear")),
     ("dp-sgd", dict(update="adamwbc", noise_schedule=((0, 2.0), (100, 0.5)))),
-    ("dp-sam", dict(variant="per-example")),
     ("fo-dp-sgd", dict(beta=0.3)),
     ("fo-dp-sgd", dict(beta=((0, 0.9), (100, 0.5)))),
     ("fo-dp-sgd", dict(beta=0.5, update="adam")),

@@ -22,7 +22,7 @@ FEW = [
     ("sa-dpsgd", {}),
 ]
 VARIANTS = [
-    *((name, {}) for name in METHODS), *FEW[:2], ("dp-sam", dict(variant="per-example")),
+    *((name, {}) for name in METHODS), *FEW[:2],
     ("dp-sgd", dict(average="ema", average_decay=0.5)), ("fo-noise", dict(bands=2, average="tail", average_share=0.5)),
 ]  # fmt: skip
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fodp import _checks, _lengths
 from fodp._checks import PrivacyError
 from fodp._lengths import Length, in_tensors
-from fodp.clipping.ascent import ascended_gradients
 from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.layers.segments import Ragged
@@ -47,7 +46,6 @@ class Gradients:
     their mean). `microbatch` bounds how many examples are in flight and changes nothing else;
     by default the engine chooses, so that what it records stays small. Where the batch has owners, an example is an
     owner with all of their rows, whose gradients are averaged (or summed) before anything is clipped; nobody is split.
-    `ascent` ρ > 0 takes each example's gradient at its own point θ + ρ·g_i/‖g_i‖.
     `exact` sums over examples in float64, whatever the model's type is.
     `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where
     it leaves a part of the sum here, `sizes` says how many numbers of each parameter.
@@ -63,7 +61,6 @@ class Gradients:
     microbatch: int | None = None
     lot: object = None
     blocks: tuple[float, ...] | None = None
-    ascent: float = 0.0
     exact: bool = False
     layers: Layers | None = None
     shape: tuple[Factor, ...] | None = None
@@ -76,8 +73,6 @@ class Gradients:
         _checks.whole("copies", self.copies)
         if self.microbatch is not None:
             _checks.whole("microbatch", self.microbatch)
-        if self.ascent and (self.copies > 1 or self.points is not HERE):
-            raise PrivacyError("per-example ascent starts from the parameters themselves, with one copy per example")
 
     def clipped_sum(self, clip_norm: Length) -> Query:
         """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1).
@@ -219,7 +214,7 @@ class Gradients:
         rows = rows_at_once(self.batch)  # fewer than all if they are still to be fetched, whatever the micro-batch
         if self.microbatch is not None:
             return max(1, min(self.microbatch, rows // self.copies))
-        recorded = self.engine.most_rows(self.batch) if examples and not self.ascent else None
+        recorded = self.engine.most_rows(self.batch) if examples else None
         return max(1, (rows if recorded is None else min(rows, recorded)) // self.copies)
 
     def _measure(self, batch: Batch, examples: int) -> Iterator["_Pass"]:
@@ -229,7 +224,7 @@ class Gradients:
         if self.shape:
             maps = [s if isinstance(s, Kronecker) else None for s in self.shape]
             blocks = tuple(b if isinstance(s, Kronecker) else b * s for b, s in zip(blocks, self.shape, strict=True))
-        uses = None if self.ascent else self.engine.uses(batch, self.points, self.copies)
+        uses = self.engine.uses(batch, self.points, self.copies)
         if uses is not None:
             if self.shape:
                 pairs = zip(uses, maps, strict=True)
@@ -242,12 +237,7 @@ class Gradients:
             return
         # One example at a time: hold as many whole gradients as the chunk limit allows.
         held: list[Tensor] = []
-        rows = (
-            ascended_gradients(self.engine, batch, self.ascent)
-            if self.ascent
-            else self.engine.example_gradients(batch, self.points, self.copies)
-        )
-        for gradient in rows:
+        for gradient in self.engine.example_gradients(batch, self.points, self.copies):
             held.append(gradient)
             if len(held) * layout.size >= HELD_ENTRIES:
                 yield _Pass.of_rows(self.engine, held, blocks, maps)

@@ -318,9 +318,7 @@ class StepContext(Protocol):
     def shapes(self) -> Sequence[Sequence[int]]:
         """The shapes of the model's trainable parameters, in their order in a flat vector."""
 
-    def gradients(
-        self, lot: "Lot", at: "Points" = ..., ascent: float = 0.0, blocks: Sequence[float] | None = None
-    ) -> "Gradients":
+    def gradients(self, lot: "Lot", at: "Points" = ..., blocks: Sequence[float] | None = None) -> "Gradients":
         """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
 
     def adapt_clip(self, gradients: "Gradients", query: "Query", std: Length) -> Length:

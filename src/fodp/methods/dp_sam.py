@@ -11,35 +11,25 @@ from fodp.accounting import Event, Phase
 from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 
-VARIANTS = ("two-query", "per-example")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPSAMParams(DPSGDParams):
-    """ρ; how much noisier the ascent query is; and the variant.
-
-    variant: "two-query" (ascent and descent on fresh lots, both released) or "per-example" (each example
-    ascends along its own gradient: one query, twice the gradients, materialised).
-    """
+    """ρ, the length of the ascent, and how much noisier the ascent query is."""
 
     rho: float = 0.05
     ascent_noise: float = 3.0
-    variant: str = "two-query"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.at_least_zero("rho", self.rho)
         _checks.positive("ascent_noise", self.ascent_noise)
-        _checks.one_of("variant", self.variant, VARIANTS)
-        self._refuse_unused(self.variant == "two-query", "variant='two-query'", "ascent_noise")
 
 
 class DPSAM(DPSGD):
     """ã on one lot, then the gradient at w + ρ·ã/‖ã‖ on a fresh one: events (q, a·σ) and (q, σ) per step.
 
     The ascent direction must be noisy: from a clean batch gradient, one example would move the point at which
-    every other example's gradient is taken, and the sensitivity would no longer be C. The per-example variant
-    (ours, not published) has one event (q, σ).
+    every other example's gradient is taken, and the sensitivity would no longer be C.
 
     The paper cites Phan et al. (ICDM 2017), an adaptive Laplace mechanism, for its SA-DP-SGD: that is no variant of
     DP-SGD and does not match. Its text calls the method adaptive or sharpness-aware and its running times list a DP-SAM
@@ -50,17 +40,16 @@ class DPSAM(DPSGD):
     summary = "Sharpness-aware minimisation; the paper's SA-DP-SGD."
     reference = "Foret et al., ICLR 2021, privatised as discussed by Park et al., ICML 2023"
     noise_meaning = "σ of the descent query; the ascent query has ascent_noise times that"
-    queries = "2 on fresh lots (variant per-example: 1)"
+    queries = "2 on fresh lots"
     cost = "two gradients"
     advice = "Where flat minima are worth a second query; dp-sat is the cheaper cousin."
-    reconstruction = "the split of noise between the queries and the per-example variant are ours"
+    reconstruction = "the split of noise between the queries is ours"
     Params = DPSAMParams
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         descent = Event(plan.sampling_rate, plan.noise_multiplier)
         ascent = Event(plan.sampling_rate, plan.noise_multiplier * self.params.ascent_noise)
-        events = (descent,) if self.params.variant == "per-example" else (ascent, descent)
-        return (Phase(events, plan.steps),)
+        return (Phase((ascent, descent), plan.steps),)
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         """Of the descent query: the ascent only moves the point at which it is asked."""
@@ -68,15 +57,11 @@ class DPSAM(DPSGD):
 
     def step(self, run: StepContext, state: Any) -> Tensor:
         std, rho = run.plan.noise_multiplier * run.clip_norm, self.params.rho
-        if self.params.variant == "per-example":
-            lot = run.draw()
-            gradients = run.gradients(lot, ascent=rho)
-        else:
-            up = run.draw(name="ascent")
-            a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
-            lot = run.draw()
-            there = ((1.0, a.mul_(rho / (run.norm(a) + 1e-16))),)
-            gradients = run.gradients(lot) if rho == 0 else run.gradients(lot, at=there)
+        up = run.draw(name="ascent")
+        a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
+        lot = run.draw()
+        there = ((1.0, a.mul_(rho / (run.norm(a) + 1e-16))),)
+        gradients = run.gradients(lot) if rho == 0 else run.gradients(lot, at=there)
         clipped_sum = gradients.clipped_sum(run.clip_norm)
         std = run.adapt_clip(gradients, clipped_sum, std)
         return run.release(lot, clipped_sum, std)

@@ -359,11 +359,9 @@ class _LoopRun(Run):
         self._spent.append(None)
         return lot
 
-    def gradients(
-        self, lot: Lot, at: Points = HERE, ascent: float = 0.0, blocks: Sequence[float] | None = None
-    ) -> Gradients:
+    def gradients(self, lot: Lot, at: Points = HERE, blocks: Sequence[float] | None = None) -> Gradients:
         """The lot's per-example gradients, where the owner's backward pass computed them."""
-        if len(at) != 1 or at[0][0] != 1 or at[0][1] is not None or ascent:
+        if len(at) != 1 or at[0][0] != 1 or at[0][1] is not None:
             raise ConfigurationError(f"{self.plan.method} wants gradients at other points than the model's: {TRAINER}")
         if self._parts is not None:
             self._place(lot)  # of this step

@@ -101,8 +101,8 @@ def blocks_of(run: "_LoopRun") -> tuple[float, ...] | None:
     def other(*_: Any, **__: Any) -> Any:
         raise ConfigurationError(f"{refusal}, which cannot be had in parts: leave microbatch out, or {TRAINER}")
 
-    def gradients(_: object, at: Any = None, ascent: float = 0.0, blocks: Sequence[float] | None = None) -> Any:
-        if at is not None or ascent:
+    def gradients(_: object, at: Any = None, blocks: Sequence[float] | None = None) -> Any:
+        if at is not None:
             other()
         found.append(None if blocks is None else tuple(blocks))
         return SimpleNamespace(clipped_sum=clipped_sum, sum=other, norm_sum=other, count=other, scaled=other, lot=lot)
