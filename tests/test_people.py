@@ -1,7 +1,9 @@
 """Plans whose unit is a person: lots of people, some records of each, one person moves a sum by at most C."""
 
 import copy
+import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -411,3 +413,13 @@ def test_the_card_of_a_ledger_says_who_is_protected(tmp_path):
     assert "one person with all of their records is added or removed" in card(record)
     assert "people with several examples" not in card(record)
     assert faults(ledger) == []
+
+
+def test_the_table_of_what_m_costs_is_its_formula():
+    people = [1] * 5 + [5] * 4 + [100]
+    several = [n for n in people if n > 1]
+    page = (Path(__file__).parent.parent / "docs" / "people.md").read_text(encoding="utf-8")
+    for m in (1, 2, 4, 8, 16):
+        used = sum(min(m, n) for n in people)
+        spread = math.sqrt(sum(max(0.0, (n - m) / (m * (n - 1))) for n in several) / len(several))
+        assert f"| {m} | {10 * used} | {used / sum(people):.2f} | {spread:.2f} |" in page

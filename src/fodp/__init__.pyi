@@ -29,7 +29,6 @@ from .memory import UniformMemory as UniformMemory
 from .methods import Method as Method
 from .methods import register as register
 from .methods.mechanism import GaussianMechanism as GaussianMechanism
-from .people_costs import records_per_person_costs as records_per_person_costs
 from .plan import Plan as Plan
 from .queries import Query as Query
 from .run import Run as Run

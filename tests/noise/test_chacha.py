@@ -1,12 +1,7 @@
 """Noise for accelerators: the keystream bit for bit, the normals by the statistics that the CPU's noise passes.
 
-No accelerator is in these tests: tensor operations run on the CPU, the kernel in Triton's interpreter where that is
-installed.
+No accelerator is in these tests: tensor operations run on the CPU.
 """
-
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -143,82 +138,12 @@ def test_a_device_gets_its_noise_there():
     assert Streams.seeded(1).normal_(out, 1.0, 0, "noise") is out
 
 
-INTERPRETED = """
-import sys
-import torch
-import fodp
-from fodp.noise import chacha, chacha_triton
-key = bytes(range(32))
-for offset, count, std in [(0, 1000, 1.0), (7, 1234, 2.5), (3, 5001, 1e-3), (2**31 + 1, 333, 1.0), (9, 1, 1.0)]:
-    ours, theirs = (torch.full((count,), 0.25) for _ in range(2))
-    chacha.reference_(ours, std, key, offset)
-    chacha_triton.add_normals_(theirs, std, key, offset)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6 * std), (offset, (ours - theirs).abs().max())
-for secret, counter, expected in eval(sys.argv[1]):
-    assert chacha_triton.keystream(secret, counter, 1, "cpu").numpy().tobytes().hex() == expected
-for first in (0, 2**31 - 2, 2**32 - 300):
-    assert torch.equal(chacha.keystream(key, first, 300), chacha_triton.keystream(key, first, 300, "cpu"))
-try:
-    chacha_triton.add_normals_(torch.zeros(11), 1.0, key, 10 * (2**32 - 1))  # the last block, and the first again
-except fodp.PrivacyError:
-    pass
-else:
-    raise AssertionError("a counter that begins again repeats the noise")
-sample = torch.zeros(20_000)
-chacha_triton.add_normals_(sample, 1.7, key)
-torch.save(sample, sys.argv[2])
-print("equal")
-"""
-
-
-def test_the_kernel_makes_the_same_words_and_numbers_in_tritons_interpreter(tmp_path):
-    pytest.importorskip("triton", reason="the kernel for CUDA needs triton, which PyTorch for CUDA brings")
-    words, drawn = {**os.environ, "TRITON_INTERPRET": "1"}, tmp_path / "normals.pt"
-    command = [sys.executable, "-c", INTERPRETED, repr(RFC), str(drawn)]
-    done = subprocess.run(command, env=words, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
-    refuse_other_normals(torch.load(drawn).double().numpy(), lags=(1, 5, 10))
-
-
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fodp.noise import chacha_triton
-rest = {**{f"k{i}": "i32" for i in range(8)}, "first": "i32"}
-for kernel, signature in (
-    (chacha_triton._add, {"out": "*fp32", "std": "fp32", **rest, "skipped": "i32", "size": "i64"}),
-    (chacha_triton._words, {"out": "*i32", **rest, "blocks": "i32"}),
-):
-    source = ASTSource(fn=kernel, signature={**signature, "BLOCKS": "constexpr"}, constexprs={"BLOCKS": 256})
-    made = triton.compile(source, target=GPUTarget("cuda", 80, 32))
-    assert "cos.approx" in made.asm["ptx"] or "cos" in made.asm["llir"] or kernel is chacha_triton._words
-print("compiled")
-"""
-
-
-def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
-    """Triton's interpreter takes what its compiler refuses; to machine code of an A100 it needs no A100."""
-    pytest.importorskip("triton", reason="the kernel for CUDA needs triton, which PyTorch for CUDA brings")
-    words = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    words.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=words, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
-
-
-def test_all_words_of_a_key_have_one_type():
-    """Else Triton compiles anew for every key: seconds in every step."""
-    assert all(-(2**31) <= word < 2**31 for word in chacha.key_words(b"\xff" * 32))
-
-
 @pytest.fixture
 def fresh():
     """What was found out about compilers is forgotten before and after."""
     chacha._compiled.cache_clear()
-    chacha._triton.cache_clear()
     yield
     chacha._compiled.cache_clear()
-    chacha._triton.cache_clear()
 
 
 def made_by(monkeypatch, compiler):
@@ -267,8 +192,3 @@ def is_wrong(function, **options):
 def test_a_compiler_that_fails_or_errs_is_left_out(monkeypatch, fresh, compiler):
     assert torch.equal(made_by(monkeypatch, compiler), normals(1000))
     assert chacha._compiled(torch.device("cpu"), torch.float32) is None
-
-
-def test_a_kernel_that_fails_is_left_out(monkeypatch, fresh):
-    """On this CPU Triton has nothing to run on: the run goes on with tensor operations."""
-    assert chacha._triton(torch.device("cpu")) is None

@@ -8,9 +8,9 @@ A block of the keystream is 64 bytes, 16 words, and makes ten float32 normals (a
 and 32 for its angle) or eight float64 ones (64 bits for the angle). So number i of a stream needs block i // 10 and
 nothing else, and any slice of a vector can be drawn by whoever holds it.
 
-`reference_` is plain tensor operations and runs on every device; `fodp.noise.chacha_triton` is the same as one kernel
-for CUDA. On other devices long vectors are made by `torch.compile`'s version of the same operations, where that works:
-it is compared with them once, and whatever goes wrong with it, they are taken instead. Logarithms and cosines of
+`reference_` is plain tensor operations and runs on every device. Long vectors are made by `torch.compile`'s version of
+the same operations, where that works: the version is compared with them once, and if it fails or differs, the plain
+operations are taken. Logarithms and cosines of
 devices and compilers differ in their last bits, and so do normals; the keystream never does.
 The key is handed to the device: who can read the device's memory can read the noise (docs/threat-model.md).
 """
@@ -71,11 +71,6 @@ def state(key: bytes) -> tuple[int, ...]:
     return (*_CONSTANTS, *(int.from_bytes(key[i : i + 4], "little") for i in range(0, 32, 4)), 0, 0, 0, 0)
 
 
-def key_words(key: bytes) -> tuple[int, ...]:
-    """The key's words, signed: then all have one type, and Triton does not compile anew for every key."""
-    return tuple(_signed(word) for word in state(key)[4:12])
-
-
 def reference_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
     """Add numbers offset, offset + 1, … of the stream of N(0, std²) under `key` to `out`, which is contiguous."""
     return _added(out, std, key, offset, _eager)
@@ -100,10 +95,7 @@ def _added(out: Tensor, std: float, key: bytes, offset: int, make: Make) -> Tens
 
 
 def add_normals_(out: Tensor, std: float, key: bytes, offset: int = 0) -> Tensor:
-    """The same by the fastest way of the device: one kernel on CUDA, compiled tensor operations elsewhere."""
-    if out.device.type == "cuda" and (kernel := _triton(out.device)) is not None:
-        kernel(out, std, key, offset)
-        return out
+    """The same, for long vectors by compiled tensor operations where these work."""
     if out.numel() >= _WORTH_COMPILING and (make := _compiled(out.device, out.dtype)) is not None:
         return _added(out, std, key, offset, make)
     return reference_(out, std, key, offset)
@@ -121,21 +113,6 @@ def _compiled(device: torch.device, dtype: torch.dtype) -> Make | None:
         if torch.allclose(made(*sample, dtype), _eager(*sample, dtype), rtol=0, atol=_LAST_BITS):
             return made
     except Exception:  # a compiler may be missing, unable or broken in any way, and the run goes on without it
-        return None
-    return None
-
-
-@cache
-def _triton(device: torch.device) -> Callable[[Tensor, float, bytes, int], None] | None:
-    """The kernel for CUDA, compared once as above; None where Triton is missing, or does not do what it should."""
-    try:
-        from fodp.noise import chacha_triton  # PyTorch for CUDA brings Triton on Linux
-
-        theirs, ours = (torch.full((40_960,), 0.25, device=device) for _ in range(2))
-        chacha_triton.add_normals_(theirs, 1.5, bytes(range(32)), 7)
-        if torch.allclose(theirs, reference_(ours, 1.5, bytes(range(32)), 7), rtol=0, atol=_LAST_BITS):
-            return chacha_triton.add_normals_
-    except Exception:
         return None
     return None
 
