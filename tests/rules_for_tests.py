@@ -42,9 +42,6 @@ def value_at(schedule, step):
 def remembered(past, p):
     """The paper's u: a weighted average of the past by fractional, exponential or equal weights; None at first."""
     compact = p.get("compact")
-    if compact == "bfloat16":  # the trend is not rounded, so the rule holds for fixed weights only
-        assert not p.get("tau")
-        past = [release.bfloat16().to(release.dtype) for release in past]
     lags = range(1, min(p["window"], len(past) + 1))
     if not lags:
         return None

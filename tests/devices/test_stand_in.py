@@ -54,7 +54,6 @@ CASES = [
     ("momentum", "dp-sgd", {"filter": "momentum"}, {}),
     ("doppler", "dp-sgd", {"filter": "doppler"}, {}),
     ("fractional", "dp-sgd", {"filter": "fractional"}, {}),
-    ("bfloat16", "fo-dp-sgd", {"compact": "bfloat16", "window": 3}, {}),
     ("exponentials", "fo-dp-sgd", {"compact": "exponentials", "tau": 0.0, "window": 64, "lam": 0.1}, {}),
     ("a fixed kernel", "fo-dp-sgd", {"tau": 0.0}, {}),
     ("adambc after a memory", "fo-dp-sgd", {"update": "adambc"}, {}),
@@ -170,7 +169,6 @@ class Noiseless:
     [
         ("fo-dp-sgd", {"window": 3}),
         ("fo-dp-sgd", {"window": 4, "quantile": 0.5}),
-        ("fo-dp-sgd", {"window": 4, "compact": "bfloat16"}),
         ("dp-adam-ac", {}),
         ("dp-adambc", {"quantile": 0.6}),
         ("dp-sgd", {"filter": "fractional", "quantile": 0.3}),

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 import fodp
-from fodp import kernels
 from fodp.methods.fo_dp_sgd import FODPSGDParams
-from fodp.methods.fo_uniform import FOUniformParams
-
-HALF_UNIT = 2.0**-8  # bfloat16 has eight binary digits, rounded to nearest
 
 
 def releases(count, size, seed=0, dtype=torch.float32):
@@ -28,72 +24,11 @@ def bytes_of(memory):
     return sum(v.numel() * v.element_size() for v in memory.state_dict().values() if isinstance(v, torch.Tensor))
 
 
-# --- bfloat16 ----------------------------------------------------------------------------------------------
-
-KINDS = {
-    "fractional": lambda **knob: fodp.FractionalMemory(window=8, **knob),
-    "fixed kernel": lambda **knob: fodp.FractionalMemory(window=8, tau=0.0, **knob),
-    "uniform": lambda **knob: fodp.UniformMemory(window=8, **knob),
-    "exponential": lambda **knob: fodp.ExponentialMemory(window=8, **knob),
-}
-
-
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_rounded_average_is_off_by_its_half_units_at_most(make, dtype, compiled, monkeypatch):
-    """Entry by entry 2⁻⁸ of Σ w·|s̃| (and float32's own rounding), at the memory's own weights."""
-    if not compiled:
-        monkeypatch.setattr(kernels, "library", lambda: None)
-    memory, transcript, worst = make(bfloat16=True), releases(60, 301, dtype=dtype), 0.0
-    for t, release in enumerate(transcript, start=1):
-        memory.write(release)
-        past = torch.stack([transcript[t - j] for j in range(1, memory.filled + 1)]).double()
-        found, sizes = memory.read().double(), memory.weights @ past.abs()
-        apart = (found - memory.weights @ past).abs() / sizes
-        assert apart.max() <= HALF_UNIT + 1e-6
-        worst = max(worst, float(apart.max()))
-    assert worst > HALF_UNIT / 4  # it was really rounded
-
-
-@pytest.mark.parametrize("gamma", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("fused", [True, False])
-def test_scores_on_rounded_releases_are_off_by_half_units_at_most(gamma, fused):
-    """‖s̃ - EMA‖ moves by 2⁻⁸·(‖s̃‖ + max‖s̃‖) at most: by the rounding of the release and by that of the trend."""
-    exact, rounded = (fodp.FractionalMemory(gamma=gamma, tau=1.0, bfloat16=b) for b in (False, True))
-    transcript = releases(60, 301)
-    for t, release in enumerate(transcript, start=1):
-        for memory in (exact, rounded):
-            if fused:
-                memory.remember_then_mix_(release.clone(), 0.5, 1.0)  # takes the scores of what was there on the way
-            else:
-                memory.write(release)
-        trend, rounded_trend = exact.state_dict()["trend"], rounded.state_dict()["trend"]
-        longest = max(r.norm().item() for r in transcript[:t])
-        assert (trend - rounded_trend).norm() <= (HALF_UNIT + 1e-6) * longest
-        for j in range(1, exact.filled + 1):
-            length = transcript[t - j].norm().item()
-            found = abs(rounded._distances[j - 1] - exact._distances[j - 1])
-            assert found <= (HALF_UNIT + 1e-5) * (length + longest)
-
-
-def test_rounding_halves_the_ring_and_leaves_the_trend():
-    exact, rounded = fodp.FractionalMemory(window=32), fodp.FractionalMemory(window=32, bfloat16=True)
-    for memory in (exact, rounded):
-        for release in torch.randn(40, 10_000):
-            memory.write(release)
-    assert bytes_of(exact) - bytes_of(rounded) == 31 * 10_000 * 2
-    assert rounded.state_dict()["trend"].dtype == torch.float32
-    assert rounded.read().dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("saved", "loading"), list(itertools.permutations([dict(), dict(bfloat16=True), dict(terms=True)], 2)), ids=str
-)
+@pytest.mark.parametrize(("saved", "loading"), list(itertools.permutations([dict(), dict(terms=True)], 2)), ids=str)
 def test_a_state_in_another_form_is_refused(saved, loading):
-    def make(terms=False, **knob):
+    def make(terms=False):
         settings = dict(window=64, lam=0.1)
-        return fodp.ExponentialSumMemory(**settings) if terms else fodp.FractionalMemory(tau=0.0, **settings, **knob)
+        return fodp.ExponentialSumMemory(**settings) if terms else fodp.FractionalMemory(tau=0.0, **settings)
 
     memory, other = make(**saved), make(**loading)
     memory.write(torch.ones(4))
@@ -194,10 +129,8 @@ def test_the_table_in_the_docs_is_what_is_fitted():
 
 
 def test_compact_is_off_by_default():
-    assert FODPSGDParams().compact is FOUniformParams().compact is None
+    assert FODPSGDParams().compact is None
     assert type(FODPSGDParams().memory(1.0)) is fodp.FractionalMemory
-    assert not FODPSGDParams().memory(1.0).bfloat16
-    assert FODPSGDParams(compact="bfloat16").memory(1.0).bfloat16
     few = FODPSGDParams(compact="exponentials", tau=0.0, window=128, compact_error=0.005).memory(1.0)
     assert isinstance(few, fodp.ExponentialSumMemory)
     assert few.error <= 0.005
@@ -206,13 +139,12 @@ def test_compact_is_off_by_default():
 @pytest.mark.parametrize(
     ("params", "wrong", "message"),
     [
-        (FODPSGDParams, dict(compact="float16"), "compact must be one of bfloat16, exponentials"),
+        (FODPSGDParams, dict(compact="float16"), "compact must be one of exponentials"),
         (FODPSGDParams, dict(compact=True), "compact must be one of"),
         (FODPSGDParams, dict(compact="exponentials"), "needs a fixed kernel: set tau=0, got 0.1"),
         (FODPSGDParams, dict(compact="exponentials", tau=0.0), "exponentials miss the weights"),
         (FODPSGDParams, dict(compact_error=0.0), "compact_error must"),
-        (FODPSGDParams, dict(compact="bfloat16", window=0), "window must"),
-        (FOUniformParams, dict(compact="exponentials"), "compact must be one of bfloat16"),
+        (FODPSGDParams, dict(compact="exponentials", tau=0.0, window=0), "window must"),
     ],
     ids=str,
 )

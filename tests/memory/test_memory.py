@@ -68,10 +68,6 @@ MEMORIES = {
     "fixed kernel": lambda window: fodp.FractionalMemory(window=window, tau=0.0),
     "uniform": lambda window: fodp.UniformMemory(window=window),
     "exponential": lambda window: fodp.ExponentialMemory(window=window),
-    "fractional, bfloat16": lambda window: fodp.FractionalMemory(window=window, bfloat16=True),
-    "fixed kernel, bfloat16": lambda window: fodp.FractionalMemory(window=window, tau=0.0, bfloat16=True),
-    "uniform, bfloat16": lambda window: fodp.UniformMemory(window=window, bfloat16=True),
-    "exponential, bfloat16": lambda window: fodp.ExponentialMemory(window=window, bfloat16=True),
 }
 SUM = {"sum of exponentials": lambda window: fodp.ExponentialSumMemory(window=window, lam=1.0, tolerance=0.1)}
 every_memory = pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)

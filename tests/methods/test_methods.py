@@ -92,14 +92,9 @@ SMOOTHING = [
 ]
 # Knobs that make the memory smaller: whatever is remembered, sensitivity and events are the same.
 COMPACT = [
-    ("fo-dp-sgd", dict(beta=0.5, tau=0.0, compact="bfloat16")),
     ("fo-dp-sgd", dict(beta=0.5, tau=0.0, window=5, lam=1.0, compact="exponentials")),
-    ("post-fm-dp-sgd", dict(beta=0.5, tau=0.0, compact="bfloat16")),
     ("post-fm-dp-sgd", dict(beta=0.5, tau=0.0, window=5, lam=1.0, compact="exponentials")),
-    ("fo-uniform", dict(beta=0.5, window=3, compact="bfloat16")),
-    ("fo-exponential", dict(beta=0.5, window=5, compact="bfloat16")),
 ]
-SCORED_COMPACT = [("fo-dp-sgd", dict(beta=0.5, compact="bfloat16")), ("post-fm-dp-sgd", dict(compact="bfloat16"))]
 SETTINGS = [
     ("dp-sgd", dict(momentum=0.9)),
     ("dp-sgd", dict(filter="momentum", momentum=0.5, update="adam")),
@@ -278,7 +273,6 @@ def test_another_setting_is_not(method, params, base):
         ("block-dp-sgd", dict(width=0.1)),
         ("block-dp-sgd", dict(width=2.0, **QUANTILE)),
         *COMPACT,
-        *SCORED_COMPACT,
     ],
     ids=str,
 )
@@ -291,7 +285,7 @@ def test_deleting_an_example_from_bolder_settings(method, params):
 
 @pytest.mark.rule(6)
 @pytest.mark.rule(7)
-@pytest.mark.parametrize(("method", "params"), COMPACT + SCORED_COMPACT, ids=str)
+@pytest.mark.parametrize(("method", "params"), COMPACT, ids=str)
 def test_a_compact_memory_changes_no_event(method, params):
     exact = {name: value for name, value in params.items() if name != "compact"}
     compact, usual = (plan(method, p, sampling_rate=0.25, noise_multiplier=1.1) for p in (params, exact))
@@ -396,7 +390,7 @@ def test_a_run_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, param
 
 
 @pytest.mark.rule(11)
-@pytest.mark.parametrize(("method", "params"), COMPACT + SCORED_COMPACT, ids=str)
+@pytest.mark.parametrize(("method", "params"), COMPACT, ids=str)
 def test_a_run_with_a_compact_memory_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, params):
     test_a_run_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, params)
 
@@ -808,7 +802,7 @@ WITHOUT_EFFECT = {
         dict(clip_min=0.1),
         dict(clip_max=10.0),
     ],
-    "fo-dp-sgd": [dict(compact_error=0.1, compact="bfloat16"), *({n: 0.5, "tau": 0.0} for n in ("gamma", "zeta"))],
+    "fo-dp-sgd": [dict(compact_error=0.1), *({n: 0.5, "tau": 0.0} for n in ("gamma", "zeta"))],
     "dp-adam-ac": [dict(band=0.2, quantile=None), dict(up=1.1, quantile=None)],
 }
 

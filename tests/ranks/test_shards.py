@@ -32,7 +32,6 @@ VARIANTS = [
     ("dp-sgd", dict(shape="fan-in", width=4.0, update="adamwbc", lr=0.01)),
     ("dp-sgd", dict(shape="fan-in", width=4.0, lr="auto")),
     ("fo-dp-sgd", dict(tau=0.0, window=60, lam=0.2, compact="exponentials")),
-    ("fo-dp-sgd", dict(compact="bfloat16", window=4)),
     ("disk", dict(clip="normalised", noise_schedule=((0, 2.0), (2, 1.0)))),
 ]
 

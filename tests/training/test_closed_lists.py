@@ -84,7 +84,7 @@ def plan_list(seeded):
 
 
 MEMORY = {
-    "window": int, "bfloat16": bool, "writes": int, "releases": Each(torch.Tensor), "trend": torch.Tensor,
+    "window": int, "writes": int, "releases": Each(torch.Tensor), "trend": torch.Tensor,
     "trend_norm": float, "distances": Each(float),
 }  # fmt: skip
 GROUP = {

@@ -99,7 +99,7 @@ def fitted(alpha: float, window: int, lam: float, tolerance: float) -> Kernel:
     raise PrivacyError(
         f"up to {_MOST_TERMS} exponentials miss the weights of alpha={alpha}, window={window}, lam={lam} by "
         f"{error:.3f}, more than {tolerance}: raise window or lam, so that the window does not end while its weights "
-        f"are large (lam·window of 4 or more), or allow a larger error, or keep the releases (compact='bfloat16')"
+        f"are large (lam·window of 4 or more), or allow a larger error, or leave compact out"
     )
 
 

@@ -37,8 +37,8 @@ def _as_they_are(squares: Weights) -> Weights:
 class UniformMemory(WindowMemory):
     """The plain average of the window (the paper's ablation, eq. uniform_memory_design)."""
 
-    def __init__(self, window: int = 8, *, bfloat16: bool = False):
-        super().__init__(window, bfloat16=bfloat16)
+    def __init__(self, window: int = 8):
+        super().__init__(window)
 
     def by_lag(self) -> Floats:
         """All the same."""
@@ -52,8 +52,8 @@ class ExponentialMemory(WindowMemory):
     releases, most of a window of eight.
     """
 
-    def __init__(self, window: int = 8, decay: float = 0.8, *, bfloat16: bool = False):
-        super().__init__(window, bfloat16=bfloat16)
+    def __init__(self, window: int = 8, decay: float = 0.8):
+        super().__init__(window)
         self.decay = _checks.open_fraction("decay", decay)
 
     def by_lag(self) -> Floats:
@@ -90,9 +90,8 @@ class FractionalMemory(WindowMemory):
         kappa: float = 1.0,
         zeta: float = 1.0,
         eps: float = 1e-12,
-        bfloat16: bool = False,
     ):
-        super().__init__(window, bfloat16=bfloat16)
+        super().__init__(window)
         self.alpha = _checks.fraction("alpha", alpha)
         self.lam = _checks.at_least_zero("lam", lam)
         self.tau = _checks.at_least_zero("tau", tau)

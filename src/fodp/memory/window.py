@@ -14,18 +14,17 @@ from fodp._checks import PrivacyError
 from fodp.memory.passes import Floats, Weights, mix
 
 _HUGE_PAGE = 1 << 21
+_LINE = 16  # numbers of four bytes in a cache line
 
 
 class WindowMemory(ABC):
     """A ring of the last K-1 releases; `read()` is their average under `weights`.
 
-    Subclasses give the weights by lag; this class keeps the ring. With `bfloat16` it rounds what it keeps to
-    bfloat16: half the memory, and an average off by at most 2⁻⁸ of the weighted absolute values, entry by entry.
+    Subclasses give the weights by lag; this class keeps the ring.
     """
 
-    def __init__(self, window: int, *, bfloat16: bool = False):
+    def __init__(self, window: int):
         self.window = _checks.whole("window", window, maximum=100_000)
-        self.bfloat16 = bfloat16
         self._slots = self.window - 1  # rows of the table
         self._table: Tensor | None = None  # the ring, made at the first write
         self._writes = 0
@@ -61,13 +60,12 @@ class WindowMemory(ABC):
     def read(self, out: Tensor | None = None) -> Tensor | None:
         """The memory state u: the weighted average of past releases, or None when K_t = 1.
 
-        Reading changes nothing. The result never aliases the memory. A bfloat16 memory is read in float32.
+        Reading changes nothing. The result never aliases the memory.
         """
         if self._table is None or self.filled == 0:
             return None
-        dtype = torch.float32 if self.bfloat16 else self._table.dtype
         if out is None:
-            out = self._table.new_empty(self._table.shape[1], dtype=dtype)
+            out = self._table.new_empty(self._table.shape[1])
         self._refuse_other_sizes(out)
         return self.add_to_(out.zero_(), 1.0)
 
@@ -97,8 +95,7 @@ class WindowMemory(ABC):
         if self._table is None:
             if vector.dim() != 1:
                 raise PrivacyError(f"a release is one flat vector, got shape {tuple(vector.shape)}")
-            dtype = torch.bfloat16 if self.bfloat16 else vector.dtype
-            self._table = _table(self._slots, vector.numel(), vector, dtype)
+            self._table = _table(self._slots, vector.numel(), vector)
         self._refuse_other_sizes(vector)
         if self.window > 1:
             self._mix_and_remember(vector, weights, scale)
@@ -152,14 +149,13 @@ class WindowMemory(ABC):
         """The same as `state_dict()` without copies, to be written to a file before the next `write`."""
         return {
             "window": self.window,
-            "bfloat16": self.bfloat16,
             "writes": self._writes,
             "releases": None if self._table is None else [self._table[row] for row in self._order()],  # newest first
         }
 
     def bytes_when_full(self, size: int) -> int:
         """How much its state will take, for releases of this many entries in float32."""
-        return (self._slots + 1) * size * (2 if self.bfloat16 else 4)
+        return (self._slots + 1) * size * 4
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of a memory with the same settings."""
@@ -167,10 +163,10 @@ class WindowMemory(ABC):
             raise PrivacyError(f"the saved memory has window {state['window']}, this one {self.window}")
         self._writes, self._table, releases = int(state["writes"]), None, state["releases"]
         rows = self._order()
-        if bool(state["bfloat16"]) != self.bfloat16 or (releases is not None and len(releases) != len(rows)):
+        if releases is not None and len(releases) != len(rows):
             raise PrivacyError("the saved memory keeps its releases in another form: load it with the same `compact`")
         if releases is not None and len(releases):
-            self._table = _table(self._slots, releases[0].numel(), releases[0], releases[0].dtype)
+            self._table = _table(self._slots, releases[0].numel(), releases[0])
             for row, release in zip(rows, releases, strict=True):
                 self._table[row] = release
 
@@ -186,14 +182,13 @@ def normalised(kernel: Floats) -> Floats:
     return [value / total for value in kernel]
 
 
-def _table(rows: int, size: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeroed rows that each begin at a cache line."""
-    line = 32 if dtype == torch.bfloat16 else 16
-    shape = rows, -(-size // line) * line
+def _table(rows: int, size: int, like: Tensor) -> Tensor:
+    """Zeroed rows that each begin at a cache line, of the type and on the device of a vector."""
+    shape = rows, -(-size // _LINE) * _LINE
     if like.device.type != "cpu":
-        return like.new_zeros(shape, dtype=dtype)[:, :size]
+        return like.new_zeros(shape)[:, :size]
     # NumPy asks for huge pages where the system has them: a large window is read up to twice as fast.
-    wanted = math.prod(shape) * dtype.itemsize
+    wanted = math.prod(shape) * like.dtype.itemsize
     memory = np.zeros(wanted + _HUGE_PAGE, np.uint8)
     start = -memory.ctypes.data % (_HUGE_PAGE if wanted > 2 * _HUGE_PAGE else 64)
-    return torch.from_numpy(memory[start : start + wanted]).view(dtype).view(shape)[:, :size]
+    return torch.from_numpy(memory[start : start + wanted]).view(like.dtype).view(shape)[:, :size]

@@ -26,9 +26,8 @@ class FODPSGDParams(CommonParams):
     which the EMA trend has on pure noise: a trend no longer than that carries no confidence.
     β may be a schedule of (first step, β) pairs.
 
-    `compact` makes the memory smaller and changes neither sensitivity nor events: 'bfloat16' rounds what is
-    remembered (half the memory), 'exponentials' needs `tau=0` and keeps a few vectors whatever the window, with
-    weights that are off by at most `compact_error` in all.
+    `compact='exponentials'` makes the memory smaller and changes neither sensitivity nor events: it needs `tau=0` and
+    keeps a few vectors whatever the window, with weights that are off by at most `compact_error` in all.
     """
 
     beta: Schedule = 0.9
@@ -47,7 +46,7 @@ class FODPSGDParams(CommonParams):
         super().__post_init__()
         object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
         if self.compact is not None:
-            _checks.one_of("compact", self.compact, ("bfloat16", "exponentials"))
+            _checks.one_of("compact", self.compact, ("exponentials",))
         if self.compact == "exponentials" and self.tau != 0:
             raise ConfigurationError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
         _checks.open_fraction("compact_error", self.compact_error)
@@ -70,7 +69,6 @@ class FODPSGDParams(CommonParams):
             kappa=floor if self.kappa is None else self.kappa,
             zeta=floor if self.zeta is None else self.zeta,
             eps=self.eps,
-            bfloat16=self.compact == "bfloat16",
         )
         if self.compact == "exponentials":
             return ExponentialSumMemory(self.alpha, self.window, lam=self.lam, tolerance=self.compact_error)

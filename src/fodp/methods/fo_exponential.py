@@ -11,7 +11,7 @@ from fodp.methods.fo_uniform import FOUniformParams
 
 @dataclass(frozen=True, kw_only=True)
 class FOExponentialParams(FOUniformParams):
-    """β, K and `compact` as in fo-uniform, and the decay γ_exp, for which the paper gives no value."""
+    """β and K as in fo-uniform, and the decay γ_exp, for which the paper gives no value."""
 
     decay: float = 0.8
 
@@ -29,5 +29,4 @@ class FOExponential(FODPSGD):
     Params = FOExponentialParams
 
     def init(self, plan: PublicNumbers, size: int) -> ExponentialMemory:
-        bfloat16 = self.params.compact is not None
-        return ExponentialMemory(self.params.window, self.params.decay, bfloat16=bfloat16)
+        return ExponentialMemory(self.params.window, self.params.decay)

@@ -13,18 +13,15 @@ from fodp.methods.parts.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class FOUniformParams(CommonParams):
-    """β and the window K, as in FO-DP-SGD; `compact='bfloat16'` rounds what is remembered."""
+    """β and the window K, as in FO-DP-SGD."""
 
     beta: Schedule = 0.9
     window: int = 8
-    compact: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
         _checks.whole("window", self.window)
-        if self.compact is not None:
-            _checks.one_of("compact", self.compact, ("bfloat16",))
 
     def in_short(self, steps: int, of: int) -> dict[str, Any]:
         """The schedule of β too."""
@@ -40,4 +37,4 @@ class FOUniform(FODPSGD):
     Params = FOUniformParams
 
     def init(self, plan: PublicNumbers, size: int) -> UniformMemory:
-        return UniformMemory(self.params.window, bfloat16=self.params.compact is not None)
+        return UniformMemory(self.params.window)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fodp_lab.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, FO_32_ROUNDED, MAIN, PLAIN, UNKEYED
+from fodp_lab.bench.targets import DP_SGD, FO_8, FO_32, FO_32_FIXED, MAIN, PLAIN, UNKEYED
 
 if TYPE_CHECKING:
     from fodp_lab.bench.workloads import Workload
@@ -50,11 +50,9 @@ class Contender:
 
     @property
     def rows(self) -> int:
-        """The memory it keeps, in float32 vectors: releases that are rounded count half, their trend does not."""
+        """The memory it keeps, in float32 vectors."""
         compact = self.settings.get("params", {}).get("compact")
-        if compact == "exponentials":
-            return TERMS
-        return 1 + self.window // 2 if compact == "bfloat16" else self.window
+        return TERMS if compact == "exponentials" else self.window
 
     @property
     def warm_up(self) -> int:
@@ -80,7 +78,6 @@ CONTENDERS = (
     Contender(UNKEYED, "unkeyed", workloads=("mlp", "mlp-dropout")),
     fodp_contender(FO_8, "fo-dp-sgd", window=8),
     fodp_contender(FO_32, "fo-dp-sgd", window=32),
-    fodp_contender(FO_32_ROUNDED, "fo-dp-sgd", only=_WINDOW_COUNTS, window=32, compact="bfloat16"),
     # λ·K = 4, as the memory advises: at the default λ this window ends while its weights are large.
     fodp_contender(
         FO_32_FIXED, "fo-dp-sgd", only=_WINDOW_COUNTS, window=32, compact="exponentials", tau=0.0, lam=0.125

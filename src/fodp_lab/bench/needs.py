@@ -23,7 +23,6 @@ class Setting:
     what: str
     parameters: int
     trainable: int
-    window_bytes: int = FLOAT  # of a number: 4 float32, 2 bfloat16
     sharded: bool = False
     window: int = 8
 
@@ -34,7 +33,7 @@ class Setting:
         return {
             "parameters": whole * share + (whole if self.sharded else 0),
             "sum": FLOAT * self.trainable,
-            "releases": (self.window * self.window_bytes + FLOAT) * self.trainable * share,
+            "releases": FLOAT * (self.window + 1) * self.trainable * share,
             "optimizer": 2 * FLOAT * self.trainable * share,
         }
 
@@ -52,8 +51,7 @@ class Setting:
 def settings(lora: int = 10_000_000) -> list[Setting]:
     """A model of a billion parameters in full, and with LoRA of `lora` trainable ones on a frozen float32 base."""
     return [
-        Setting(what, BILLION, trainable, window_bytes, sharded)
+        Setting(what, BILLION, trainable, sharded)
         for what, trainable in (("in full", BILLION), ("LoRA", lora))
         for sharded in (False, True)
-        for window_bytes in (FLOAT, 2)
     ]

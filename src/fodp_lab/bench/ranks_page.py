@@ -57,10 +57,10 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 def needs() -> str:
     """What each of 8 and of 512 ranks would hold and send."""
     lines = [
-        "| 10⁹ parameters | state | window | "
+        "| 10⁹ parameters | state | "
         + " | ".join(f"{ranks} GPUs: releases / all, GB each" for ranks in RANKS)
         + " | handed over in a step, GB |",
-        "| --- | --- | --- | " + "--- | " * len(RANKS) + "--- |",
+        "| --- | --- | " + "--- | " * len(RANKS) + "--- |",
     ]
     for setting in settings():
         what = (
@@ -73,9 +73,8 @@ def needs() -> str:
             parts = setting.held(ranks)
             held.append(f"{_gb(parts['releases'])} / {_gb(sum(parts.values()))}")
         state = "sharded" if setting.sharded else "replicated"
-        kind = "float32" if setting.window_bytes == 4 else "bfloat16"
         sent = sorted({_gb(setting.sent(ranks)) for ranks in RANKS}, key=float)
-        lines.append(f"| {what} | {state} | {kind} | {' | '.join(held)} | {' to '.join(sent)} |")
+        lines.append(f"| {what} | {state} | {' | '.join(held)} | {' to '.join(sent)} |")
     return "\n".join(lines)
 
 
