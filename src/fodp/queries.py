@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fodp import _checks, _lengths
+from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp._lengths import Length
 
 Terms = tuple[tuple[float, Tensor], ...]
 
@@ -41,7 +40,7 @@ class Query:
     def __init__(
         self,
         value: Tensor,
-        bound: Length,
+        bound: float,
         lot: object = None,
         dtype: torch.dtype | None = None,
         shape: Blocks | None = None,
@@ -49,7 +48,7 @@ class Query:
         self._terms: Terms = ((1.0, value),)
         self._like = value
         self.dtype = value.dtype if dtype is None else dtype
-        self.bound = _lengths.at_least_zero("the bound of a query", bound)
+        self.bound = _checks.at_least_zero("the bound of a query", bound)
         self.lot, self.shape = lot, shape
 
     @property
@@ -77,7 +76,7 @@ class Query:
         """Room for a release, not yet filled."""
         return torch.empty_like(self._like, dtype=dtype)
 
-    def _with(self, terms: Terms, bound: Length) -> "Query":
+    def _with(self, terms: Terms, bound: float) -> "Query":
         query = Query(self._like, bound, self.lot, self.dtype, self.shape)
         query._terms = terms
         return query
@@ -111,9 +110,9 @@ class Query:
                     factor.map_(part)
         return release
 
-    def noise_multiplier(self, std: Length) -> float:
+    def noise_multiplier(self, std: float) -> float:
         """Noise in units of sensitivity: what the accountant needs to know. Infinite where no example counts."""
-        return _lengths.ratio(std, self.bound) if self.bound else math.inf
+        return std / self.bound if self.bound else math.inf
 
     def __repr__(self) -> str:
         return f"Query(bound={self.bound:g})"  # never the value

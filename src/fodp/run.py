@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fodp import _checks, kernels, shaping
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._lengths import Length, LengthOnDevice, in_tensors
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
 from fodp.clipping.augmentation import Augment, Augmentation
@@ -132,14 +131,14 @@ class Run:
                     memory.over_ranks = self.shards.add
         self.average = None if parts.average is None else RunningAverage(parts.average)
         self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
-        self.last_fresh: tuple[Tensor, Length] | None = None  # the step's last release, before a memory, and its std
+        self.last_fresh: tuple[Tensor, float] | None = None  # the step's last release, before a memory, and its std
         self._shape: Shaping | None = None
         if parts.shape is not None:
             self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
         self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
-        self._noise_stds: deque[Length] = deque(maxlen=RESPONSE_LENGTH)
-        self.last_clip_norm: Length = plan.clip_norm  # of the step that was taken last
+        self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
+        self.last_clip_norm: float = plan.clip_norm  # of the step that was taken last
         self._begin()
 
     def _divided(self, model: nn.Module, plan: Plan) -> Shards | None:
@@ -216,8 +215,8 @@ class Run:
         self._lots: list[Lot] = []
         self._spent: list[float | None] = []  # joint noise multiplier of each lot so far in this step
         self._releases: dict[int, int] = {}  # how many each lot has made
-        self._count: Tensor | None = None  # the released count that will move the clip norm
-        self._noise_std: Length = 0.0  # of the step's last release
+        self._count: float | None = None  # the released count that will move the clip norm
+        self._noise_std: float = 0.0  # of the step's last release
         self.last_fresh = None
 
     def take_step(self) -> Tensor:
@@ -266,8 +265,8 @@ class Run:
         self._augmentation = None
 
     @property
-    def clip_norm(self) -> Length:
-        """C of this step: the plan's, the scheduled or the adapted one, which stays on the device of the model."""
+    def clip_norm(self) -> float:
+        """C of this step: the plan's, the scheduled or the adapted one."""
         schedules = self.method.parts.schedules
         if schedules is not None and self.adaptive_clip is None:
             return schedules.at(self.plan, self.step).clip_norm
@@ -399,7 +398,7 @@ class Run:
         """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""
         return self.step > 0 and hashlib.blake2b(b"%d" % self.step, person=b"fodp.check").digest()[0] < _LOOKS_IN_256
 
-    def adapt_clip(self, gradients: Gradients, query: Query, std: Length) -> Length:
+    def adapt_clip(self, gradients: Gradients, query: Query, std: float) -> float:
         """With a quantile: release how many of the gradients are within C, and return the noise the query then needs.
 
         The count and the query share what the query alone would have cost with `std`: so it gets a little more noise,
@@ -416,21 +415,21 @@ class Run:
             raise PrivacyError(f"step {self.step} has released its count already: call adapt_clip once in a step")
         multiplier = query.noise_multiplier(std)
         rest = clip.rest(multiplier)
-        clip_norm = in_tensors(clip.clip_norm)
+        clip_norm = clip.clip_norm
         count = gradients.count(lambda norms: norms <= clip_norm)
         self._charge(place, count.noise_multiplier(clip.count_noise))
-        self._count = self._noised(count, clip.count_noise, "count")
+        self._count = float(self._noised(count, clip.count_noise, "count"))  # on an accelerator the one wait of a step
         return std * rest / multiplier
 
-    def _released_count(self) -> float | Tensor:
+    def _released_count(self) -> float:
         if self._count is None:
             raise PrivacyError(
                 f"a quantile is set, and the step of {self.plan.method} does not adapt the clip norm: leave quantile "
                 "out, or write std = run.adapt_clip(gradients, query, std) before its last release"
             )
-        return self._count if self._count.device.type != "cpu" else float(self._count)
+        return self._count
 
-    def release(self, lot: Lot, query: Query, std: Length) -> Tensor:
+    def release(self, lot: Lot, query: Query, std: float) -> Tensor:
         """query + N(0, std²): charged to its lot, jointly with what that lot has released before.
 
         A query with a shape is scaled by it again once it has its noise.
@@ -470,7 +469,7 @@ class Run:
         kind = "auto" if shape is None else shape.shape_inputs
         return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
-    def _noised(self, query: Query, std: Length, name: str, noise: BandedNoise | None = None) -> Tensor:
+    def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
         """One release for all ranks, made on the first; of a vector in slices, each rank makes its own."""
         source = noise or self._noise
         if self.shards is not None and not query.is_number:
@@ -495,26 +494,22 @@ class Run:
             )
         self._spent[place] = spent
 
-    def unclipped_fraction(self) -> float | Tensor | None:
+    def unclipped_fraction(self) -> float | None:
         """The released noisy share of examples within the clip norm in this step; None without a count."""
         if self.adaptive_clip is None or self._count is None:
             return None
         return self.adaptive_clip.fraction_of(self._released_count())
 
-    def noise_variance(self) -> float | Tensor:
+    def noise_variance(self) -> float:
         """Variance per coordinate of the noise in what the optimizer gets: public numbers only. 0 before any noise."""
         if not self._noise_stds:
             return 0.0
         # One of the two is a single number: what must know the variance gets no noise that was filtered twice.
         gains = np.convolve(self.method.noise_gains(self.state), self.filter.noise_gains()).tolist()
-        known = list(zip(gains, self._noise_stds, strict=False))
-        total: float | Tensor = math.fsum(g * std * std for g, std in known if not isinstance(std, LengthOnDevice))
-        for gain, std in known:
-            if isinstance(std, LengthOnDevice):  # on the device, since an adapted clip norm is there
-                total = total + gain * std.factor**2 * std.unit.square()
+        total = math.fsum(gain * std * std for gain, std in zip(gains, self._noise_stds, strict=False))
         return total / self.plan.lot_size**2
 
-    def take_fresh(self) -> tuple[Tensor, Length] | None:
+    def take_fresh(self) -> tuple[Tensor, float] | None:
         """The step's last vector as it was released, before a memory or a filter, with the noise in it: for a rate
         rule, once."""
         fresh, self.last_fresh = self.last_fresh, None
@@ -584,7 +579,7 @@ class Run:
 
         With `views` large tensors are not copied: for a file that is written before the next step.
         """
-        clip = None if self.adaptive_clip is None else float(self.adaptive_clip.clip_norm)
+        clip = None if self.adaptive_clip is None else self.adaptive_clip.clip_norm
         method, smoothing = (
             part.state_views() if views and hasattr(part, "state_views") else part.state_dict()
             for part in (self.state, self.filter)
@@ -601,7 +596,7 @@ class Run:
             "method": method,
             "filter": smoothing,
             "clip_norm": clip,
-            "noise_stds": _read(self._noise_stds),
+            "noise_stds": list(self._noise_stds),
             "kernels": kernels.library() is not None,
             "device": self.engine.layout.device.type,
             # Where lots are split says something about the records in them; a secure run can do without.
@@ -710,13 +705,6 @@ class _Scheduled:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
-
-
-def _read(lengths: Sequence[Length]) -> list[float]:
-    """As floats, with one look at the device if any are there."""
-    there = [length for length in lengths if isinstance(length, LengthOnDevice)]
-    found = iter(torch.stack([length.value for length in there]).tolist() if there else ())
-    return [next(found) if isinstance(length, LengthOnDevice) else length for length in lengths]
 
 
 def _same(emitted: tuple[Event, ...], promised: tuple[Event, ...]) -> bool:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fodp._checks import ConfigurationError
-from fodp._lengths import Length, in_tensors
 from fodp.clipping.gradients import ByNorm, Gradients, as_fractions
 from fodp.clipping.maps import Factor
 from fodp.queries import Query
@@ -24,7 +23,7 @@ class Gathered(Gradients):
     Answers what its parts were asked: the sum at that bound, and questions about norms.
     """
 
-    bound: Length = 0.0
+    bound: float = 0.0
     _sums: list[Query] = field(default_factory=list, repr=False)  # one, once there is a part
     _norms: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list, repr=False)
 
@@ -36,13 +35,13 @@ class Gathered(Gradients):
         self._sums[:] = [Query(total, self.bound, self.lot, query.dtype, query.shape)]
         self._norms.extend(part.norms())
 
-    def clipped_sum(self, clip_norm: Length) -> Query:
+    def clipped_sum(self, clip_norm: float) -> Query:
         """The sum of the parts' clipped sums, if that is the clip norm that they were clipped to."""
         if clip_norm != self.bound or not self._sums:
             self._refuse()
         return self._sums[0]
 
-    def sum(self, *, bound: Length, weight: ByNorm | None = None) -> Query:
+    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
         """Refused: weights other than those of clipping were not applied to the parts."""
         self._refuse()
 
@@ -60,9 +59,9 @@ class Gathered(Gradients):
             "leave microbatch out, or use fodp.Trainer"
         )
 
-    def norm_sum(self, clip_norm: Length) -> Query:
+    def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
-        sums = [norms.double().clamp(max=in_tensors(clip_norm)).sum() for norms, _, _ in self._norms]
+        sums = [norms.double().clamp(max=clip_norm).sum() for norms, _, _ in self._norms]
         return Query(self._added(sums), clip_norm, self.lot, self.engine.layout.dtype)
 
     def count(self, fraction: ByNorm) -> Query:

@@ -10,9 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, _lengths
+from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp._lengths import Length, in_tensors
 from fodp.clipping.batches import Batch, Keyed, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.layers.segments import Ragged
@@ -74,17 +73,17 @@ class Gradients:
         if self.microbatch is not None:
             _checks.whole("microbatch", self.microbatch)
 
-    def clipped_sum(self, clip_norm: Length) -> Query:
+    def clipped_sum(self, clip_norm: float) -> Query:
         """Σ g_i·min(1, C/‖g_i‖): sensitivity C under adding or removing one example (paper, Lemma 1).
 
         With a `stability` γ it is Σ C·g_i/(‖g_i‖ + γ), which no more exceeds C.
         """
-        bound, stability = _lengths.clip_norm("clip_norm", clip_norm), self.stability
+        bound, stability = _checks.clip_norm("clip_norm", clip_norm), self.stability
         if stability is None:
             return self.sum(bound=bound)
-        return self.sum(bound=bound, weight=lambda norms: in_tensors(bound) / (norms + stability))
+        return self.sum(bound=bound, weight=lambda norms: bound / (norms + stability))
 
-    def sum(self, *, bound: Length, weight: ByNorm | None = None) -> Query:
+    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
         """Σ w_i·g_i with w_i = weight(norms)_i, cut so that ‖w_i·g_i‖ ≤ bound, whatever `weight` says.
 
         `weight` must treat every example by itself: a weight that looks at the other norms would let
@@ -117,14 +116,14 @@ class Gradients:
             blocks = tuple(zip(sizes, self.shape, strict=True))
         return self._query(total if accumulate else total.zero_(), bound, blocks)
 
-    def norm_sum(self, clip_norm: Length) -> Query:
+    def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖g_i‖, C): sensitivity C."""
-        bound = _lengths.clip_norm("clip_norm", clip_norm)
+        bound = _checks.clip_norm("clip_norm", clip_norm)
         # In float64: over millions of examples float32 rounds by more than one example may add.
         total = torch.zeros((), dtype=torch.float64, device=self.engine.layout.device)
         with self.engine.exactly():
             for part in self._passes():
-                total = total + part.norms.double().clamp(max=in_tensors(bound)).sum()
+                total = total + part.norms.double().clamp(max=bound).sum()
         return self._query(total, bound)
 
     def count(self, fraction: ByNorm) -> Query:
@@ -141,7 +140,7 @@ class Gradients:
                 total = total + part.of_finite(fractions - 0.5).sum(dtype=torch.float64)
         return self._query(total, 0.5)
 
-    def _query(self, value: Tensor, bound: Length, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
+    def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
         """Of all processes: each example is in one of them, so the bound is that of its part."""
         return Query(self.total(value), bound, self.lot, self.engine.layout.dtype, blocks)
 
@@ -308,7 +307,7 @@ class _Pass:
             else:
                 use.add_weighted(views[i], weights if self.blocks[i] == 1 else weights * self.blocks[i], accumulate)
 
-    def add_clipped_layers(self, flat: Tensor, bound: Length, layers: Layers, accumulate: bool) -> None:
+    def add_clipped_layers(self, flat: Tensor, bound: float, layers: Layers, accumulate: bool) -> None:
         """Write Σ_i of the gradients with each layer's part clipped to its share of the bound, or add it there."""
         if not accumulate:
             flat.zero_()

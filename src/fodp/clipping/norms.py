@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fodp._lengths import Length, in_tensors
 from fodp.clipping.layers.uses import Use
 
 Uses = Sequence[tuple[Use, float]]
@@ -51,8 +50,8 @@ def roots(squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     return norms, norms.device.type == "cpu" and math.isfinite(norms.sum().item())
 
 
-def limits(norms: Tensor, bound: Length, most: float = math.inf) -> Tensor:
+def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
     """The largest weights, up to `most`, that keep every weighted norm within the bound."""
     # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
     smallest = torch.finfo(norms.dtype).tiny ** 0.25
-    return norms.clamp(min=smallest).reciprocal_().mul_(in_tensors(bound)).clamp_(max=most)
+    return norms.clamp(min=smallest).reciprocal_().mul_(bound).clamp_(max=most)

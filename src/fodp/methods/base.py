@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp._lengths import Length
 from fodp.accounting import Phase
 from fodp.methods.parts import schedule, shapes
 from fodp.methods.parts.adaptive_clip import Quantile
@@ -305,11 +304,8 @@ class StepContext(Protocol):
         """Which step of the plan this is; the first is 0."""
 
     @property
-    def clip_norm(self) -> Length:
-        """C of this step: the plan's, or the adapted one, which on an accelerator only the device knows.
-
-        There it is no float: it may be multiplied by known factors, and noise over bounds is still a known number.
-        """
+    def clip_norm(self) -> float:
+        """C of this step: the plan's, or the adapted one."""
 
     def draw(self, rate: float | None = None, name: str = "") -> "Lot":
         """A fresh Poisson lot; `name` keeps the randomness of several lots of one step apart."""
@@ -321,16 +317,16 @@ class StepContext(Protocol):
     def gradients(self, lot: "Lot", at: "Points" = ..., blocks: Sequence[float] | None = None) -> "Gradients":
         """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
 
-    def adapt_clip(self, gradients: "Gradients", query: "Query", std: Length) -> Length:
+    def adapt_clip(self, gradients: "Gradients", query: "Query", std: float) -> float:
         """With a quantile: releases the count of unclipped examples, and returns the noise that the query then needs.
 
         The two share what the query alone would have cost with `std`. Without a quantile `std` comes back as it is.
         """
 
-    def release(self, lot: "Lot", query: "Query", std: Length) -> Tensor:
+    def release(self, lot: "Lot", query: "Query", std: float) -> Tensor:
         """The query plus noise, charged to the lot."""
 
-    def unclipped_fraction(self) -> float | Tensor | None:
+    def unclipped_fraction(self) -> float | None:
         """The released noisy share of examples within the clip norm, where that is adapted."""
 
     def parameters(self) -> Tensor:
@@ -339,7 +335,7 @@ class StepContext(Protocol):
     def norm(self, vector: Tensor) -> Tensor:
         """The ℓ2 norm of a release or a vector like it, whole also where this process holds slices of it."""
 
-    def noise_variance(self) -> float | Tensor:
+    def noise_variance(self) -> float:
         """Variance per coordinate of the noise in what the optimizer gets."""
 
     def noise_share(self, parameter: Tensor) -> float:

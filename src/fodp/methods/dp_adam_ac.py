@@ -57,8 +57,8 @@ class ControllerState(DataclassState):
     On an accelerator they are tensors: the count that moves them is not read.
     """
 
-    factor: float | Tensor
-    clip_rate: float | Tensor
+    factor: float
+    clip_rate: float
 
 
 class DPAdamAC(DPSGD):
@@ -96,18 +96,14 @@ class DPAdamAC(DPSGD):
         """DP-SGD's; the controller's factor starts at 1."""
         return (1.0,)
 
-    def _steer(self, state: ControllerState, clip_rate: float | Tensor) -> None:
+    def _steer(self, state: ControllerState, clip_rate: float) -> None:
         p = self.params
         state.clip_rate = p.smoothing * state.clip_rate + (1 - p.smoothing) * clip_rate
         target = 1 - (p.quantile or 1.0)
-        if isinstance(state.clip_rate, Tensor):
-            up, down = state.clip_rate < target - p.band, state.clip_rate > target + p.band
-            change = torch.where(up, p.up, torch.where(down, p.down, 1.0)).double()
-            state.factor = (change * state.factor).clamp(p.factor_min, p.factor_max)
-        elif state.clip_rate < target - p.band:
-            state.factor = min(p.factor_max, float(state.factor) * p.up)
+        if state.clip_rate < target - p.band:
+            state.factor = min(p.factor_max, state.factor * p.up)
         elif state.clip_rate > target + p.band:
-            state.factor = max(p.factor_min, float(state.factor) * p.down)
+            state.factor = max(p.factor_min, state.factor * p.down)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """The controller acts on the learning rate; on the gradient Adam would cancel it."""
@@ -126,21 +122,10 @@ class DPAdamAC(DPSGD):
 
 def _multiply_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        factor = group.get("factor", 1.0)
-        if isinstance(factor, Tensor):  # read by nobody: the update is stretched when it is there
-            group["before"] = [parameter.detach().clone() for parameter in group["params"]]
-            continue
         group["scheduled_lr"] = group["lr"]
-        group["lr"] *= factor
+        group["lr"] *= group.get("factor", 1.0)
 
 
 def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        if "scheduled_lr" in group:
-            group["lr"] = group.pop("scheduled_lr")
-            continue
-        # Every update of these optimizers is its learning rate times something: θ + factor·(θ' - θ) is that of the
-        # rate times the factor.
-        with torch.no_grad():
-            for parameter, before in zip(group["params"], group.pop("before"), strict=True):
-                parameter.copy_(before + group["factor"].to(parameter.dtype) * (parameter - before))
+        group["lr"] = group.pop("scheduled_lr")

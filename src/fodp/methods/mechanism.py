@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp._lengths import Length, in_tensors
 from fodp.accounting import Event
 from fodp.noise import Streams
 from fodp.noise.release import Noise, release
@@ -88,5 +87,5 @@ class _TorchNoise:
     def __init__(self, generator: torch.Generator):
         self._generator = generator
 
-    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
-        return out.normal_(generator=self._generator).mul_(in_tensors(std))
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
+        return out.normal_(generator=self._generator).mul_(std)

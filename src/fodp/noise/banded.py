@@ -32,7 +32,6 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError, PrivacyError
-from fodp._lengths import Length, in_tensors
 from fodp.noise.release import Noise
 
 
@@ -93,7 +92,7 @@ class BandedNoise:
         self._responses = np.zeros(0)  # squares of the inverse, as far as they were needed
         self._age = 0  # steps since the matrix began
 
-    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
         """Fill `out` with std·w of this step. A step that does not follow the last one begins anew."""
         if step != self._next:
             self._past.clear()
@@ -104,7 +103,7 @@ class BandedNoise:
         unit.div_(self._first)
         self._past.appendleft(unit)
         self._next, self._age = step + 1, self._age + 1
-        return torch.mul(unit, in_tensors(std), out=out)
+        return torch.mul(unit, std, out=out)
 
     def variance(self) -> float:
         """Of the last draw, in units of std²."""

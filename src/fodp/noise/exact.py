@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from fodp._checks import PrivacyError
-from fodp._lengths import Length, read
 from fodp.queries import Query
 from fodp.sampling import WordStreams
 
@@ -44,15 +43,14 @@ _LOWEST, _HIGHEST = np.uint64(2**44), np.uint64(2**64 - 2**43)
 Floats = npt.NDArray[np.float64]
 
 
-def release(query: Query, std: Length, noise: WordStreams, step: int, name: str) -> Tensor:
+def release(query: Query, std: float, noise: WordStreams, step: int, name: str) -> Tensor:
     """query + N(0, std²·I), rounded to a grid of about std·2^-20; as `fodp.noise.release` but without float leaks.
 
     Guarantee: post-processing of an ideal Gaussian release with multiplier `query.noise_multiplier(std)`. The
     noise is larger than std by the little that rounding costs (0.06% for the paper's MLP).
     """
     value = query.add_to(query.empty(torch.float64).zero_())  # the rounding below is the only one that counts
-    std, bound = read(std), read(query.bound)  # on another device the host waits: this noise is made on the CPU
-    grid = raised(std, bound, value.numel()) / CELLS
+    grid = raised(std, query.bound, value.numel()) / CELLS
     cells = value.div_(grid).round_()
     if not cells.abs().max() < 2**52:
         raise PrivacyError(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fodp._checks import PrivacyError
-from fodp._lengths import Length
 
 if TYPE_CHECKING:
     from fodp.noise.streams import Streams
@@ -36,7 +35,7 @@ class RangedStreams:
     def __init__(self, streams: "Streams", ranges: Ranges):
         self._streams, self._ranges = streams, ranges
 
-    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
         """Fill `out` with N(0, std²)."""
         if out.dim() == 0:
             return self._streams.normal_(out, std, step, name)

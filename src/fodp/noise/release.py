@@ -4,7 +4,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fodp._lengths import Length
 from fodp.noise.streams import Streams
 from fodp.queries import Query
 
@@ -12,11 +11,11 @@ from fodp.queries import Query
 class Noise(Protocol):
     """A source of Gaussian noise, one independent draw per (step, name)."""
 
-    def normal_(self, out: Tensor, std: Length, step: int, name: str) -> Tensor:
+    def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
         """Fill `out` with N(0, std²)."""
 
 
-def release(query: Query, std: Length, noise: Noise, step: int, name: str) -> Tensor:
+def release(query: Query, std: float, noise: Noise, step: int, name: str) -> Tensor:
     """query + N(0, std²·I): the only noise site of the package. The result is a fresh tensor.
 
     Satisfies the guarantee of a Gaussian mechanism with multiplier `query.noise_multiplier(std)`.

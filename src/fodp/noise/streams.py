@@ -37,7 +37,6 @@ import torch
 
 from fodp import _checks, kernels
 from fodp._checks import PrivacyError
-from fodp._lengths import Length, LengthOnDevice
 from fodp.noise import chacha
 from fodp.noise.keystream import MARGIN, Keystream, encrypted
 from fodp.noise.ranges import Ranges
@@ -113,7 +112,7 @@ class Streams:
         """The seed, or None for secure streams."""
         return self._seed
 
-    def normal_(self, out: torch.Tensor, std: Length, step: int, name: str) -> torch.Tensor:
+    def normal_(self, out: torch.Tensor, std: float, step: int, name: str) -> torch.Tensor:
         """Fill `out` (float32 or float64) with independent draws from N(0, std²) and return it.
 
         On the CPU they come from AES, on other devices from ChaCha20 (`fodp.noise.chacha`), made where they are added:
@@ -123,8 +122,6 @@ class Streams:
         if out.device.type != "cpu":
             with torch.no_grad():
                 return self.add_normal_(out.zero_(), std, step, name)
-        if isinstance(std, LengthOnDevice):
-            raise PrivacyError("a standard deviation that only a device knows is for noise on that device")
         bits = self._keystream("normal", step, name)
         with torch.no_grad():
             if checked == 0:
@@ -136,7 +133,7 @@ class Streams:
             _fill_normal(host, checked, bits)
             return out.copy_(host)
 
-    def normal_ranges_(self, out: torch.Tensor, std: Length, step: int, name: str, ranges: Ranges) -> torch.Tensor:
+    def normal_ranges_(self, out: torch.Tensor, std: float, step: int, name: str, ranges: Ranges) -> torch.Tensor:
         """Fill a flat `out` with some ranges of the draw of (step, name): bit for bit what `normal_` puts there.
 
         Whoever holds a part of a vector draws its noise alone. In secure mode all ranges are drawn in one call.
@@ -144,9 +141,7 @@ class Streams:
         checked = _checked(std, out.dtype)
         if out.shape != (ranges.count,) or not out.is_contiguous():
             raise PrivacyError(f"expected a flat vector of {ranges.count} entries, got shape {tuple(out.shape)}")
-        on_cpu, on_device = out.device.type == "cpu", isinstance(std, LengthOnDevice)
-        if on_cpu and on_device:
-            raise PrivacyError("a standard deviation that only a device knows is for noise on that device")
+        on_cpu = out.device.type == "cpu"
         key, done = self._derive("normal" if on_cpu else "chacha", step, name), 0
         if self._seed is None:
             self._claim("normal", step, name)
@@ -158,26 +153,23 @@ class Streams:
                 _fill_ranges(out, checked, key, ranges)
                 return out
             for begin, end in ranges.spans:
-                chacha.add_normals_(out[done : done + end - begin], 1.0 if on_device else checked, key, begin)
+                chacha.add_normals_(out[done : done + end - begin], checked, key, begin)
                 done += end - begin
-            return out.mul_(std.value.to(out.dtype)) if isinstance(std, LengthOnDevice) else out
+            return out
 
-    def add_normal_(self, out: torch.Tensor, std: Length, step: int, name: str) -> torch.Tensor:
+    def add_normal_(self, out: torch.Tensor, std: float, step: int, name: str) -> torch.Tensor:
         """Add independent draws from N(0, std²) to `out`, on the device where it is, by ChaCha20: in one pass.
 
-        A standard deviation that only the device knows takes a pass more. For devices other than the CPU: its noise
-        comes from AES, and these are other numbers.
+        For devices other than the CPU: its noise comes from AES, and these are other numbers.
         """
         checked = _checked(std, out.dtype)
         key = self._derive("chacha", step, name)
         if self._seed is None:
             self._claim("normal", step, name)
         with torch.no_grad():
-            if not isinstance(std, LengthOnDevice) and out.is_contiguous():
+            if out.is_contiguous():
                 return chacha.add_normals_(out, checked, key)
             fresh = torch.zeros(out.shape, dtype=out.dtype, device=out.device)
-            if isinstance(std, LengthOnDevice):
-                return out.addcmul_(chacha.add_normals_(fresh, 1.0, key), std.value.to(out.dtype))
             return out.add_(chacha.add_normals_(fresh, checked, key))
 
     def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
@@ -327,14 +319,7 @@ def _normals(block: Array, std: float, radius_words: Array, angle_words: Array) 
     np.multiply(angle[: second.size], radius[: second.size], out=second)
 
 
-def _checked(std: Length, dtype: torch.dtype) -> float:
-    """A standard deviation in range; one that only a device knows must be so at both its ends, of which this is one."""
-    if not isinstance(std, LengthOnDevice):
-        return _standard_deviation(std, dtype)
-    return [_standard_deviation(end, dtype) for end in std.ends][1]
-
-
-def _standard_deviation(std: float, dtype: torch.dtype) -> float:
+def _checked(std: float, dtype: torch.dtype) -> float:
     """A standard deviation whose draws neither vanish nor overflow in `dtype`."""
     if dtype not in (torch.float32, torch.float64):
         raise PrivacyError(f"noise needs a float32 or float64 tensor, got {dtype}; draw in float32 and convert")

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fodp._checks import ConfigurationError
-from fodp._lengths import Length
 from fodp.clipping.batches import Batch
 from fodp.clipping.engine import Engine
 from fodp.clipping.maps import Factor
@@ -33,7 +32,7 @@ class Shaping(Protocol):
     def factors(self, step: int) -> tuple[Factor, ...]:
         """One for each parameter, in this step."""
 
-    def see(self, query: Query, release: Tensor, std: Length) -> None:
+    def see(self, query: Query, release: Tensor, std: float) -> None:
         """A release, not yet mapped back, of a query of this shape, with its noise."""
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -53,7 +52,7 @@ class FixedShape:
         """Those numbers."""
         return self.current
 
-    def see(self, query: Query, release: Tensor, std: Length) -> None:
+    def see(self, query: Query, release: Tensor, std: float) -> None:
         """Nothing is learned."""
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp._lengths import Length
 from fodp.clipping.batches import Batch, Keyed, batch_size, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.embeddings import Rows
@@ -120,7 +119,7 @@ class KroneckerShape:
             sides.append(None if side is None else Side(*parts))
         return Kronecker(factor.shape, sides[0], sides[1], factor.factor)
 
-    def see(self, query: Query, release: Tensor, std: Length) -> None:
+    def see(self, query: Query, release: Tensor, std: float) -> None:
         """Nothing is learned from releases but by the model that they make."""
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp._lengths import Length, read
 from fodp.clipping.layers.uses import square_sums
 from fodp.clipping.maps import Factor, Kronecker, Side
 from fodp.methods.parts.shapes import Shape
@@ -67,13 +66,13 @@ class TranscriptShape:
         scale = (fan_in.log().mean() - wanted.log().mean()).exp()
         return (wanted * scale).clamp(shape.shape_floor, shape.shape_ceiling)
 
-    def see(self, query: Query, release: Tensor, std: Length) -> None:
+    def see(self, query: Query, release: Tensor, std: float) -> None:
         """Remember the energies of a release beyond its noise."""
         if not query.bound or release.numel() != int((self._sizes).sum()):
             return
         parts = release.split([math.prod(shape) for shape in self._shapes])
         squares = [square_sums(p.view(rows, -1)) for p, rows in zip(parts, self._rows, strict=True)]
-        variance, bound = query.noise_multiplier(std) ** 2, read(query.bound)
+        variance, bound = query.noise_multiplier(std) ** 2, query.bound
         # The first rank's sums, for all: another processor rounds otherwise, and ranks must not drift apart.
         energies = self._same(lambda: torch.cat(squares).cpu(), lambda: torch.empty_like(self._sizes))
         found = energies / bound**2 - self._sizes * variance

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
-from fodp._lengths import Length, in_tensors, read
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.clipping.maps import Factor, mapped_length
@@ -72,17 +71,16 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
         if _follows_clip(run):
-            relative = run.plan.clip_norm / in_tensors(run.last_clip_norm)
+            relative = run.plan.clip_norm / run.last_clip_norm
             for parameter in group["params"]:
                 parameter.grad.mul_(relative)
 
 
-def _followed(run: Run, rule: FollowedTranscript, fresh: tuple[Tensor, Length] | None) -> float:
+def _followed(run: Run, rule: FollowedTranscript, fresh: tuple[Tensor, float] | None) -> float:
     """What a rate rule makes of the release of the step."""
     if fresh is None:  # of numbers alone: there is no way to compare them with
         return 1.0
-    layout, (release, length) = run.engine.layout, fresh
-    std = read(length)
+    layout, (release, std) = run.engine.layout, fresh
     deviations = [partial(_along, std, run.noise_factor(p)) for p in layout.parameters]
     return rule.factor(layout.parameters, layout.views(release), deviations)
 

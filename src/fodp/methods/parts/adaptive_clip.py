@@ -8,11 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp._lengths import Length, LengthOnDevice, in_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class AdaptiveClip:
 
     def __init__(self, settings: Quantile, clip_norm: float, lot_size: float, multipliers: Sequence[float]):
         self.settings, self.lot_size = settings, lot_size
-        self.clip_norm: Length = clip_norm
+        self.clip_norm = clip_norm
         low, high = settings.clip_min, settings.clip_max
         if not low <= clip_norm <= high:
             raise ConfigurationError(
@@ -72,24 +69,12 @@ class AdaptiveClip:
             )
         return float(left**-0.5)
 
-    def fraction_of(self, noisy_count: float | Tensor) -> float | Tensor:
-        """b̃: the noisy share of unclipped examples, from a released centred count Σ(1[‖g‖ ≤ C] - ½).
-
-        A count in a tensor is one that stays on its device, and so does what is made of it.
-        """
-        if isinstance(noisy_count, Tensor):
-            return (noisy_count.double() / self.lot_size + 0.5).clamp(0.0, 1.0)
+    def fraction_of(self, noisy_count: float) -> float:
+        """b̃: the noisy share of unclipped examples, from a released centred count Σ(1[‖g‖ ≤ C] - ½)."""
         return min(1.0, max(0.0, noisy_count / self.lot_size + 0.5))
 
-    def move(self, noisy_count: float | Tensor) -> None:
-        """Take a released count in; acts on the next step. A count that stays on its device leaves C there too."""
+    def move(self, noisy_count: float) -> None:
+        """Take a released count in; acts on the next step."""
         wanted, fraction = self.settings, self.fraction_of(noisy_count)
-        change = -wanted.clip_rate * (fraction - wanted.quantile)
-        if isinstance(change, Tensor):
-            moved = change.clamp(max=700.0).exp() * in_tensors(self.clip_norm)
-            within = moved.clamp(wanted.clip_min, wanted.clip_max)
-            self.clip_norm = LengthOnDevice(within, wanted.clip_min, wanted.clip_max)
-            return
-        before = self.clip_norm
-        assert isinstance(before, float), "a clip norm does not leave its device"
-        self.clip_norm = min(wanted.clip_max, max(wanted.clip_min, before * math.exp(min(change, 700.0))))
+        moved = self.clip_norm * math.exp(min(-wanted.clip_rate * (fraction - wanted.quantile), 700.0))
+        self.clip_norm = min(wanted.clip_max, max(wanted.clip_min, moved))

@@ -148,10 +148,7 @@ class AdamBC(torch.optim.Optimizer):
         for group in self.param_groups:
             (first, second), lr = group["betas"], float(group["lr"])  # PyTorch takes a tensor for it too
             group["steps"] = steps = group.get("steps", 0) + 1
-            before, variance = group.get("noise_average", 0.0), group["noise_variance"]
-            if isinstance(variance, Tensor):  # of an adapted clip norm, which does not leave its device
-                before = torch.as_tensor(before).to(variance, non_blocking=True)
-            group["noise_average"] = second * before + (1 - second) * variance
+            group["noise_average"] = second * group.get("noise_average", 0.0) + (1 - second) * group["noise_variance"]
             seen = 1 - second**steps  # v̂ = v/seen: the noise is scaled instead, and the root of it goes into the rate
             noise = group["noise_average"]
             rate, kept = lr * math.sqrt(seen) / (1 - first**steps), 1 - lr * group["weight_decay"]
@@ -162,7 +159,7 @@ class AdamBC(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                least = _at_least(group["floor"] * share * noise, 1e-16 * seen)
+                least = max(group["floor"] * share * noise, 1e-16 * seen)
                 numbers = 1 - first, second, 1 - second, share * noise, least, kept, rate
                 _adambc(parameter, state["m"], state["v"], parameter.grad, *numbers)
 
@@ -175,8 +172,8 @@ def _adambc(
     follow: float,
     second: float,
     rest: float,
-    noise: float | Tensor,
-    least: float | Tensor,
+    noise: float,
+    least: float,
     kept: float,
     rate: float,
 ) -> None:
@@ -185,7 +182,3 @@ def _adambc(
     v.mul_(second).addcmul_(gradient, gradient, value=rest)
     scale = (v - noise).clamp_(min=least).sqrt_()
     parameter.mul_(kept).addcdiv_(m, scale, value=-rate)
-
-
-def _at_least(value: float | Tensor, least: float) -> float | Tensor:
-    return value.clamp(min=least) if isinstance(value, Tensor) else max(value, least)
