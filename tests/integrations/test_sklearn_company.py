@@ -31,6 +31,7 @@ from sklearn.preprocessing import (
     Normalizer,
     OneHotEncoder,
     PolynomialFeatures,
+    SplineTransformer,
     StandardScaler,
     TargetEncoder,
     scale,
@@ -228,6 +229,7 @@ ROW_BY_ROW = {
     "indicators": MissingIndicator(features="all"),
     "sparse": of_functions(sparse.csr_matrix, lambda rows: rows.multiply(0.5).toarray()),
     "frozen": FrozenEstimator(StandardScaler().fit(ROWS + 1)),
+    "with knots": SplineTransformer(knots=np.array([[-1.0] * 3, [0] * 3, [1] * 3])),
 }
 
 
@@ -260,6 +262,7 @@ def test_a_sampler_of_another_package_is_refused():
         OtherPipeline([("more", Oversample()), ("model", logistic())]).fit(ROWS, LABELS)
 
 
+@pytest.mark.rule(30)
 def test_a_pipeline_that_keeps_its_steps_in_files_is_looked_at_too(tmp_path):
     for step, refused in ((StandardScaler(), True), (FunctionTransformer(scale), True), (Normalizer(), False)):
         pipeline = Pipeline([("step", step), ("model", logistic())], memory=str(tmp_path))
@@ -294,6 +297,21 @@ def test_what_was_learnt_on_purpose_stands_in_the_statement_and_on_the_card():
         assert model.plan().statement() in model.statement()
     plain = logistic(allow_private_preprocessing=True).fit(ROWS, LABELS)
     assert "private_preprocessing" not in plain.privacy_card_
+
+
+@pytest.mark.rule(30)
+def test_rows_that_were_standardised_by_hand_are_met_by_a_warning():
+    for dtype in (np.float64, np.float32):
+        by_hand = StandardScaler().fit_transform(ROWS).astype(dtype)
+        with pytest.warns(UserWarning, match="scaled by numbers of their own") as said:
+            logistic().fit(by_hand, LABELS)
+        assert said[0].filename == __file__
+    balanced = np.tile([[1.0, -1.0], [-1.0, 1.0]], (SIZE // 2, 1))
+    others = (ROWS - StandardScaler().fit(ROWS[::2]).mean_) / StandardScaler().fit(ROWS[::2]).scale_
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logistic().fit(balanced, LABELS)
+        logistic().fit(others, LABELS)
 
 
 def test_a_private_estimator_in_front_is_not_fitted_a_second_time_by_the_look(tmp_path):

@@ -14,11 +14,18 @@ from numpy.typing import NDArray
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
+from sklearn.feature_extraction import FeatureHasher
 from sklearn.frozen import FrozenEstimator
 from sklearn.impute import MissingIndicator, SimpleImputer
 from sklearn.kernel_approximation import PolynomialCountSketch, RBFSampler, SkewedChi2Sampler
 from sklearn.pipeline import FeatureUnion, Pipeline
-from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, OrdinalEncoder, PolynomialFeatures
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    OneHotEncoder,
+    OrdinalEncoder,
+    PolynomialFeatures,
+    SplineTransformer,
+)
 from sklearn.random_projection import GaussianRandomProjection, SparseRandomProjection
 from sklearn.utils import _safe_indexing, get_tags
 
@@ -48,7 +55,7 @@ def _unlike(step: Any, rows: Any, targets: Any, whole: Any, fitted: Any) -> str 
         return f"{_called(step)}, which changes the number of rows"
     for part in _parts(_size(rows)):
         try:
-            found, again = _applied(step, _safe_indexing(rows, part), _some(targets, part))
+            found, again = _applied_to(part, step, rows, targets, fitted)
         except Exception as error:
             return f"{_called(step)}, which fails on a part of the rows ({type(error).__name__})"
         learnt = [
@@ -88,6 +95,17 @@ def _applied(step: Any, rows: Any, targets: Any) -> tuple[Any, Any]:
     return fresh.transform(rows), fresh
 
 
+def _applied_to(part: NDArray[np.int64], step: Any, rows: Any, targets: Any, fitted: Any) -> tuple[Any, Any]:
+    """What a copy of the step makes of some of the rows, and that copy."""
+    some = _safe_indexing(rows, part)
+    try:
+        return _applied(step, some, None if targets is None else _safe_indexing(targets, part))
+    except ValueError:
+        if len(part) > 1:
+            raise
+        return fitted.transform(some), fitted  # a fit may ask for two rows
+
+
 def _leaves(step: Any) -> Iterator[Any]:
     """The steps within a step; those that were fitted, where it was."""
     if isinstance(step, Pipeline):
@@ -111,8 +129,12 @@ def _is_of_sklearn(step: Any) -> bool:
 
 def _is_public(step: Any) -> bool:
     """Whether a transformer of scikit-learn's knows no more of the rows than how many columns they have."""
-    if isinstance(step, FrozenEstimator | PolynomialFeatures | PolynomialCountSketch | SkewedChi2Sampler):
+    if isinstance(
+        step, FrozenEstimator | PolynomialFeatures | PolynomialCountSketch | SkewedChi2Sampler | FeatureHasher
+    ):
         return True  # frozen: fitted before, on data that its owner answers for
+    if isinstance(step, SplineTransformer):
+        return not isinstance(step.knots, str)
     if isinstance(step, RBFSampler):
         return not isinstance(step.gamma, str)
     if isinstance(step, GaussianRandomProjection | SparseRandomProjection):
@@ -148,10 +170,6 @@ def _called(step: Any) -> str:
     return type(step).__name__ + ("" if function is None else f"({getattr(function, '__name__', 'func')})")
 
 
-def _some(targets: Any, part: NDArray[np.int64]) -> Any:
-    return None if targets is None else _safe_indexing(targets, part)
-
-
 def _size(rows: Any) -> int:
     return int(rows.shape[0]) if hasattr(rows, "shape") else len(rows)
 
@@ -168,51 +186,55 @@ class _Output:
             self.blocks = [found.iloc[:, place].to_numpy() for place in range(found.shape[1])]
         else:
             self.blocks = [np.asarray(found)]
-        self._scales: list[Any] | None = None
 
     def agrees(self, part: NDArray[np.int64], other: "_Output") -> bool:
         """Whether the other output is that of these rows, but for rounding."""
         if self.names != other.names or len(self.blocks) != len(other.blocks):
             return False
-        self._scales = self._scales or [_scale(block) for block in self.blocks]
-        return all(
-            _agree(mine[part], theirs, scale)
-            for mine, theirs, scale in zip(self.blocks, other.blocks, self._scales, strict=True)
-        )
+        return all(_agree(mine[part], theirs, mine) for mine, theirs in zip(self.blocks, other.blocks, strict=True))
 
 
-def _scale(block: Any) -> Any:
-    """How large the numbers of each column usually are, whatever single rows hold."""
-    if sparse.issparse(block) or block.dtype.kind not in "fc":
-        return 0
-    sizes = np.abs(np.where(np.isfinite(block), block, 0).reshape(len(block), -1))
-    usual = np.quantile(sizes, 0.9, axis=0)
-    return np.where(usual > 0, usual, sizes.max(axis=0, initial=0))
-
-
-def _agree(one: Any, other: Any, scale: Any) -> bool:
+def _agree(one: Any, other: Any, whole: Any) -> bool:
     if one.shape != other.shape:
         return False
     if sparse.issparse(one) or sparse.issparse(other):
         one, other = sparse.csr_matrix(one), sparse.csr_matrix(other)
         places = (one != other).nonzero()
-        return not len(places[0]) or _agree(np.asarray(one[places]), np.asarray(other[places]), 0)
+        return not len(places[0]) or _are_close(np.asarray(one[places])[0], np.asarray(other[places])[0], 0)
     if one.dtype.kind not in "biufc" or other.dtype.kind not in "biufc":
         return all(_are_equal(mine, theirs) for mine, theirs in zip(one.ravel(), other.ravel(), strict=True))
-    if "f" not in one.dtype.kind + other.dtype.kind:
-        return bool(np.array_equal(one, other))
-    mine, theirs = (each.reshape(len(each), -1).astype(np.float64) for each in (one, other))
-    within = _ROUNDING * max(_unit(one), _unit(other)) * (scale + np.maximum(np.abs(mine), np.abs(theirs)))
-    close = np.abs(mine - theirs) <= np.where(np.isfinite(within), within, 0)
-    return bool((close | (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))).all())
+    mine, theirs = one.reshape(len(one), -1), other.reshape(len(one), -1)
+    unequal = (mine != theirs) & ~((mine != mine) & (theirs != theirs))
+    if not unequal.any():
+        return True
+    columns = np.nonzero(unequal)[1]
+    return "f" in one.dtype.kind + other.dtype.kind and _are_close(
+        mine[unequal], theirs[unequal], _usual_size(whole.reshape(len(whole), -1))[columns]
+    )
+
+
+def _are_close(one: NDArray[Any], other: NDArray[Any], usual: Any) -> bool:
+    """Whether unequal numbers differ by rounding alone, for columns whose numbers are usually of that size."""
+    mine, theirs = one.astype(np.float64), other.astype(np.float64)
+    if not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+        return False
+    sizes = usual + np.maximum(np.abs(mine), np.abs(theirs))
+    return bool((np.abs(mine - theirs) <= _ROUNDING * max(_unit(one), _unit(other)) * sizes).all())
+
+
+def _usual_size(whole: NDArray[Any]) -> NDArray[np.float64]:
+    """How large the numbers of each column usually are, by some rows: single large ones would hide the others."""
+    sizes = np.abs(whole[:: max(1, len(whole) // 1000)].astype(np.float64))
+    sizes = np.where(np.isfinite(sizes), sizes, 0)
+    usual = np.quantile(sizes, 0.9, axis=0)
+    return np.asarray(np.where(usual > 0, usual, sizes.max(axis=0)))
 
 
 def _unit(block: NDArray[Any]) -> float:
     """The rounding of one operation: that of float32 also for numbers that float32 holds, however they are kept."""
     if block.dtype.kind != "f":
         return 0.0
-    found = block[np.isfinite(block)]
-    single = bool((found == found.astype(np.float32)).all()) and bool((found != np.round(found)).any())
+    single = bool((block == block.astype(np.float32)).all()) and bool((block != np.round(block)).any())
     return float(np.finfo(np.float32 if single and block.dtype.itemsize > 4 else block.dtype).eps)
 
 

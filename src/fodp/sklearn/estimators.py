@@ -145,6 +145,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             habits.refuse_private_steps(uncovered)
         if not public:
             self._say_what_is_unsafe(plan, uncovered)
+            if self.schema is None and not uncovered:
+                habits.warn_of_standardised_rows(rows)
         model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
         averages = [average] if plan.algorithm.parts.average is None else []  # else the model itself becomes one
         data = TensorDataset(inputs, goals)

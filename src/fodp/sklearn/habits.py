@@ -32,6 +32,7 @@ _FIT_AGAIN_AND_AGAIN = (
     "sklearn.multioutput",
     "sklearn.semi_supervised",
 )
+_EXACT = 1e-6  # of means and deviations that were made 0 and 1; float32 keeps that much
 _OUTSIDE = ("fodp.", "sklearn.", "joblib.", "imblearn.")  # not the user's own code, by the beginning of a module's name
 
 
@@ -78,6 +79,21 @@ def refuse_private_steps(found: list[str]) -> None:
             "fodp.sklearn.PublicScaler; or fit the step on public data and wrap it in sklearn.frozen.FrozenEstimator. "
             "allow_private_preprocessing=True trains all the same, and the statement and the card say what is not "
             "covered"
+        )
+
+
+def warn_of_standardised_rows(rows: NDArray[Any]) -> None:
+    """Warn if all columns have mean 0 and deviation 1 to many digits: a scaler was fitted on these very rows.
+
+    Columns that hold one or two different numbers, as of a balanced design, say nothing.
+    """
+    means, deviations = np.abs(rows.mean(axis=0)), rows.std(axis=0)
+    scaled = (means < _EXACT) & (np.abs(deviations - 1) < _EXACT)
+    if (scaled | (deviations == 0)).all() and any(len(np.unique(column)) > 2 for column in rows.T[scaled]):
+        warn(
+            "every column has mean 0 and standard deviation 1 to six digits: these rows were scaled by numbers of "
+            "their own, so that each depends on all others, and no epsilon covers that. Give the rows as they came, "
+            "with bounds=, or scale them by fodp.sklearn.PublicScaler"
         )
 
 
