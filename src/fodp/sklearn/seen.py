@@ -44,8 +44,8 @@ class SeenRows:
 
         Tables of few different rows, where equal ones may be chance, are compared as wholes alone.
         """
-        if _of_table(rows) in self.tables:
-            return True
+        if not self.tables or _of_table(rows) in self.tables:
+            return bool(self.tables)
         asked = _row_marks(rows)
         if len(np.unique(asked)) * 2 < len(asked):
             return False
