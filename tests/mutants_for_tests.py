@@ -500,6 +500,18 @@ def all_records_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(people.PeopleSampler, "__init__", greedy)
 
 
+def steps_of_whole_columns_taken_for_public(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.sklearn.company._unlike", lambda *_: None)
+
+
+def functions_of_the_target_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.sklearn.habits.TransformedTargetRegressor", Unseen)
+
+
+def fitted_steps_let_through(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.sklearn.habits.refuse_private_steps", lambda *_: None)
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A mistake that no attack sees, and the test that fails for it.
@@ -576,6 +588,21 @@ UNSEEN = (
         "test_people.py::test_a_lot_has_at_most_so_many_records_of_each_of_its_people",
         all_records_used,
         dict(most=3),
+    ),
+    Unseen(
+        "a step of whole columns in front of an estimator taken for public, since it is not fitted",
+        "integrations/test_sklearn_company.py::test_a_standardised_column_is_refused_before_anything_is_charged",
+        steps_of_whole_columns_taken_for_public,
+    ),
+    Unseen(
+        "a function of the whole target around a regressor not seen",
+        "integrations/test_sklearn_company.py::test_a_function_of_the_whole_target_is_refused",
+        functions_of_the_target_not_seen,
+    ),
+    Unseen(
+        "a scaler that is fitted on the private rows let through",
+        "integrations/test_sklearn_company.py::test_a_pipeline_that_keeps_its_steps_in_files_is_looked_at_too",
+        fitted_steps_let_through,
     ),
     Unseen("`len(dataset)` written into the ledger", "training/test_closed_lists.py::test_files_of_a_trainer"),
     Unseen("one seed for two runs of a budget", "ledger/test_one_seed.py::TestRefused.test_a_second_run_with_the_seed"),

@@ -12,5 +12,6 @@ from fodp.sklearn.estimators import (  # noqa: E402 - said in one line if scikit
     PrivateLogisticRegression,
     PrivateRegressor,
 )
+from fodp.sklearn.scaler import PublicScaler  # noqa: E402
 
-__all__ = ["PrivateClassifier", "PrivateLogisticRegression", "PrivateRegressor"]
+__all__ = ["PrivateClassifier", "PrivateLogisticRegression", "PrivateRegressor", "PublicScaler"]

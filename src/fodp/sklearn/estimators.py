@@ -1,7 +1,7 @@
 """The three estimators: a model, a plan from declared public numbers, and one private fit by `fodp.Trainer`."""
 
 import copy
-import warnings
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -22,13 +21,29 @@ from fodp.data.models import cross_entropy
 from fodp.data.schema import Schema, read_schema
 from fodp.ledger import Ledger
 from fodp.plan import Plan
-from fodp.sklearn import habits
-from fodp.sklearn.inputs import by_schema, declared_bounds, scaled
+from fodp.sklearn import habits, targets
+from fodp.sklearn.inputs import by_schema, checked_rows, declared_bounds, scaled
+from fodp.sklearn.papers import for_private_steps, for_public_rows
 from fodp.training.callbacks import WeightAverage
 from fodp.training.trainer import Trainer
 
 Build = Callable[[int, int], nn.Module]
 PublicSchema = Schema | Mapping[str, Any] | str | Path
+_NO_SIZE = (
+    "state public_size=, about how many rows there are, as anybody may know it: counted from the rows it would tell "
+    "who is in them"
+)
+_NO_BOUNDS = (
+    "declare bounds=(low, high), one pair for all features or one for each, or schema= for a table: features are "
+    "clipped to them, and read off the data they would tell who is in it"
+)
+_NO_CLASSES = (
+    "declare classes=, the labels that may occur or how many there are (0, 1, ...): read off the data they would tell "
+    "which ones are in it"
+)
+_NO_TARGET_BOUNDS = (
+    "declare target_bounds=(low, high), between which what is predicted lies: targets are clipped to them"
+)
 _LARGEST_LOT = 4096  # expected rows of a lot, unless sampling_rate is given
 
 
@@ -48,6 +63,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     params: Mapping[str, Any] | None
     ledger: Ledger | Callable[[], Ledger] | None
     random_state: int | None
+    data_is_public: bool
+    allow_private_preprocessing: bool
 
     def plan(self) -> Plan:
         """The plan of a fit, and with it ε, δ and the statement, before any data is touched."""
@@ -65,60 +82,107 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             lot_size=max(1.0, rate * size),
             clip_norm=self.clip_norm,
             method=self.method,
-            params={"lr": self.lr, **({} if self.params is None else self.params)},
+            params={"lr": self.lr, **self._named_params()},
             seed=self.random_state,
         )
 
     def _declared_size(self) -> int:
-        size = self.public_size
-        if size is None and self.schema is not None:
-            size = read_schema(self.schema).public_size
+        size = self._size()
         if size is None:
-            raise ConfigurationError(
-                "state public_size=, about how many rows there are, as anybody may know it: counted from the rows it "
-                "would tell who is in them"
-            )
+            raise ConfigurationError(_NO_SIZE)
         return _checks.whole("public_size", size)
 
-    def _train(self, rows: Any, targets: Tensor, outputs: int, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def _size(self) -> int | None:
+        if self.public_size is None and self.schema is not None:
+            return read_schema(self.schema).public_size
+        return self.public_size
+
+    def _named_params(self) -> dict[str, Any]:
+        if self.params is not None and not isinstance(self.params, Mapping):
+            raise ConfigurationError(f"params must be a dictionary of the method's numbers, got {shown(self.params)}")
+        return dict(self.params or {})
+
+    def _refuse_before_the_rows(self) -> None:
+        """What can be refused without a look at the rows, all of it at once."""
+        for name in ("data_is_public", "allow_private_preprocessing"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ConfigurationError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        if not self.data_is_public:
+            habits.refuse_searches()
+        elif self.ledger is not None:
+            raise ConfigurationError(
+                "a fit on rows that are declared public (data_is_public=True) has nothing to charge: leave out "
+                "ledger=, or data_is_public= if the rows are private"
+            )
+        if self.ledger is not None and not isinstance(self.ledger, Ledger) and not callable(self.ledger):
+            raise ConfigurationError(
+                f"ledger must be a fodp.Ledger, or a function that opens one, got {shown(self.ledger)}: "
+                "fodp.Ledger('people.sqlite', dataset='people')"
+            )
+        undeclared = self._undeclared()
+        if undeclared:
+            raise ConfigurationError("; and ".join(undeclared))
+
+    def _undeclared(self) -> list[str]:
+        size = [_NO_SIZE] if self._size() is None else []
+        if self.bounds is not None and self.schema is not None:
+            return [*size, "give bounds= or schema=, whose columns have theirs, not both"]
+        return [*size, *([_NO_BOUNDS] if self.bounds is None and self.schema is None else [])]
+
+    def _train(self, rows: Any, goals: Tensor, outputs: int, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         """One private fit; everything is checked before anything is charged."""
-        plan = self.plan()
-        self._say_what_is_unsafe(plan)
+        plan, public = self.plan(), bool(self.data_is_public)
         inputs = self._inputs(rows)
-        if len(inputs) != len(targets):
-            raise DataError(f"there must be one target for each row, got {len(targets)} for {len(inputs)} rows")
-        habits.warn_of_learnt_steps()
-        habits.warn_of_more_fits((inputs,), charged=self.ledger is not None)
+        if len(inputs) != len(goals):
+            raise DataError(
+                "X and y must have one target for each row: the first without its partner is "
+                f"{min(len(inputs), len(goals))} (counted from 0)"
+            )
+        numbers = rows if self.schema is None else inputs.numpy()
+        habits.refuse_two_kinds(numbers, public)
+        uncovered = [] if public else habits.private_steps()
+        if not self.allow_private_preprocessing:
+            habits.refuse_private_steps(uncovered)
+        if not public:
+            self._say_what_is_unsafe(plan, uncovered)
+            if self.schema is None and not uncovered:
+                habits.warn_of_standardised_rows(rows)
         model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
         averages = [average] if plan.algorithm.parts.average is None else []  # else the model itself becomes one
-        data = TensorDataset(inputs, targets)
+        data = TensorDataset(inputs, goals)
         trainer = Trainer(model, loss, data, plan, callbacks=averages, ledger=self.ledger)
+        habits.remember(numbers, public, charged=self.ledger is not None)
         result = trainer.fit()
         if result.reason == "interrupted":
             raise KeyboardInterrupt(f"the fit was interrupted; its epsilon, {result.epsilon:.3g}, is spent")
         learnt = copy.deepcopy(model if average.model is None else average.model)
         self.model_ = learnt.double().eval().requires_grad_(False)  # float64: a row predicts alike in any company
-        self.plan_, self.epsilon_, self.n_iter_ = plan, result.epsilon, result.steps
-        self.privacy_card_ = trainer.privacy_card()
+        self.plan_, self.n_iter_ = plan, result.steps
+        self.epsilon_ = math.inf if public else result.epsilon
+        card = trainer.privacy_card()
+        self.privacy_card_ = for_public_rows(card) if public else for_private_steps(card, uncovered)
 
     def statement(self) -> str:
         """The guarantee of the fitted model in plain English."""
         check_is_fitted(self)
         return str(self.privacy_card_["statement"])
 
-    def _say_what_is_unsafe(self, plan: Plan) -> None:
+    def _say_what_is_unsafe(self, plan: Plan, uncovered: Sequence[str]) -> None:
         size = self._declared_size()
+        if uncovered:
+            habits.warn(
+                f"the guarantee does not cover {'; and '.join(uncovered)} (allow_private_preprocessing=True): the "
+                "statement and the card say so"
+            )
         if plan.delta >= 1 / size:
-            warnings.warn(
+            habits.warn(
                 f"delta {plan.delta:g} is not below 1/{size}, one over the public size: publishing one row drawn at "
-                f"random would satisfy it. A smaller one: {0.1 / size:.0e}",
-                stacklevel=4,
+                f"random would satisfy it. A smaller one: {0.1 / size:.0e}"
             )
         if plan.seed is not None:
-            warnings.warn(
+            habits.warn(
                 "random_state makes masks and noise repeatable, for research: whoever knows it subtracts the noise. "
-                "Leave it None for data of real people",
-                stacklevel=4,
+                "Leave it None for data of real people"
             )
 
     def _model(self, inputs: int, outputs: int) -> nn.Module:
@@ -137,28 +201,28 @@ class _Private(BaseEstimator):  # type: ignore[misc]
                 names = [column.name for column in read_schema(self.schema).columns]
                 self.feature_names_in_, self.n_features_in_ = np.array(names, dtype=object), len(names)
             return rows
-        return validate_data(self, rows, dtype=np.float64, reset=reset)
+        return checked_rows(self, rows, reset)
 
     def _inputs(self, rows: Any) -> Tensor:
         if self.schema is not None:
-            if self.bounds is not None:
-                raise ConfigurationError("give bounds= or schema=, whose columns have theirs, not both")
             return by_schema(rows, self.schema)
-        if self.bounds is None:
-            raise ConfigurationError(
-                "declare bounds=(low, high), one pair for all features or one for each, or schema= for a table: "
-                "features are clipped to them, and read off the data they would tell who is in it"
-            )
         return scaled(rows, *declared_bounds("bounds", self.bounds, rows.shape[1]))
 
     def _outputs(self, rows: Any) -> NDArray[np.float64]:
         check_is_fitted(self)
-        inputs = self._inputs(self._checked_rows(rows, reset=False))
+        found = self._checked_rows(rows, reset=False)
+        inputs = self._inputs(found)
+        habits.warn_of_learning_from_outputs(found if self.schema is None else inputs.numpy())
         with torch.no_grad():
             return np.asarray(self.model_(inputs.double()).numpy())
 
     def __sklearn_clone__(self) -> "_Private":
-        """A copy that is not fitted and keeps to the same ledger, which is one book however many write in it."""
+        """A copy that is not fitted and keeps to the same ledger, which is one book however many write in it.
+
+        A search is refused here: it catches the errors of a fit and reports its own, and lets those of a copy through.
+        """
+        if not self.data_is_public:
+            habits.refuse_searches()
         given = {
             name: value if name == "ledger" else clone(value, safe=False)
             for name, value in self.get_params(deep=False).items()
@@ -181,7 +245,8 @@ class _PublicScore:
         """The score on rows that are public; a score on private rows is private, and no ε covers it."""
         assert isinstance(self, _Private)
         check_is_fitted(self)
-        habits.warn_of_private_score(self._inputs(self._checked_rows(X, reset=False)))
+        rows = self._checked_rows(X, reset=False)
+        habits.warn_of_private_score(rows if self.schema is None else self._inputs(rows).numpy())
         return float(super().score(X, y, sample_weight=sample_weight))  # type: ignore[misc]
 
 
@@ -204,6 +269,10 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
             "auto".
         ledger: a `fodp.Ledger`, or a function that opens one, in which every fit is charged.
         random_state: for research; None for data of real people.
+        data_is_public: declares the rows of `fit` public, for searches (GridSearchCV): the fit is the same, nothing is
+            charged, and the card claims no privacy.
+        allow_private_preprocessing: trains behind steps of a pipeline that look at more than one row (StandardScaler,
+            PCA); the statement and the card say that they are not covered.
 
     Example:
         >>> import numpy as np
@@ -231,21 +300,22 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
+        data_is_public: bool = False,
+        allow_private_preprocessing: bool = False,
     ):
         self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
         self.bounds, self.schema, self.hidden = bounds, schema, hidden
         self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+        self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
     def fit(self, X: Any, y: Any) -> "PrivateClassifier":
         """Train privately, once. Labels outside of the declared classes are refused before anything is charged."""
-        habits.refuse_searches()
+        self._refuse_before_the_rows()
+        classes = targets.declared_classes(self.classes)
         X = self._checked_rows(X, reset=True)
         _refuse_no_target(self, y)
-        labels = column_or_1d(y, warn=True)
-        check_classification_targets(labels)
-        classes = self._declared_classes()
-        places = _places(labels, classes)
+        places = targets.places(y, classes)
         self.classes_ = classes
         self._train(X, torch.from_numpy(places), len(classes), cross_entropy)
         return self
@@ -253,19 +323,8 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
     def _build(self, inputs: int, outputs: int) -> nn.Module:
         return _network(self.hidden, inputs, outputs)
 
-    def _declared_classes(self) -> NDArray[Any]:
-        classes = self.classes
-        if classes is None:
-            raise ConfigurationError(
-                "declare classes=, the labels that may occur or how many there are (0, 1, ...): read off the data "
-                "they would tell which ones are in it"
-            )
-        if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
-            return np.arange(_checks.whole("classes", classes, minimum=2))
-        labels = np.asarray(classes)
-        if labels.ndim != 1 or len(labels) < 2 or len(np.unique(labels)) < len(labels):
-            raise ConfigurationError(f"classes must be two or more different labels, got {shown(classes)}")
-        return np.sort(labels)
+    def _undeclared(self) -> list[str]:
+        return [*([_NO_CLASSES] if self.classes is None else []), *super()._undeclared()]
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """The model's probabilities, one column for each of `classes_`."""
@@ -306,11 +365,14 @@ class PrivateLogisticRegression(PrivateClassifier):
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
+        data_is_public: bool = False,
+        allow_private_preprocessing: bool = False,
     ):
         self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
         self.bounds, self.schema = bounds, schema
         self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+        self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
     def fit(self, X: Any, y: Any) -> "PrivateLogisticRegression":
         """Train privately, once. Labels outside of the declared classes are refused before anything is charged."""
@@ -354,30 +416,30 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
+        data_is_public: bool = False,
+        allow_private_preprocessing: bool = False,
     ):
         self.epsilon, self.delta, self.public_size, self.target_bounds = epsilon, delta, public_size, target_bounds
         self.bounds, self.schema, self.hidden = bounds, schema, hidden
         self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
+        self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
     def fit(self, X: Any, y: Any) -> "PrivateRegressor":
         """Train privately, once. Targets are clipped to their declared bounds."""
-        habits.refuse_searches()
-        X = self._checked_rows(X, reset=True)
-        if self.target_bounds is None:
-            raise ConfigurationError(
-                "declare target_bounds=(low, high), between which what is predicted lies: targets are clipped to them"
-            )
-        _refuse_no_target(self, y)
-        targets = column_or_1d(y, dtype=np.float64, warn=True)
-        if not np.isfinite(targets).all():
-            raise DataError("the targets have NaN or infinity among them: mend or drop those rows")
+        self._refuse_before_the_rows()
         lows, highs = declared_bounds("target_bounds", self.target_bounds, 1)
-        self._train(X, scaled(targets[:, None], lows, highs)[:, 0], 1, _huber)
+        X = self._checked_rows(X, reset=True)
+        _refuse_no_target(self, y)
+        goals = scaled(targets.numbers(y)[:, None], lows, highs)[:, 0]
+        self._train(X, goals, 1, _huber)
         return self
 
     def _build(self, inputs: int, outputs: int) -> nn.Module:
         return _network(self.hidden, inputs, outputs)
+
+    def _undeclared(self) -> list[str]:
+        return [*([_NO_TARGET_BOUNDS] if self.target_bounds is None else []), *super()._undeclared()]
 
     def predict(self, X: Any) -> NDArray[np.float64]:
         """A number within the declared bounds for each row."""
@@ -407,20 +469,13 @@ def _network(hidden: Sequence[int] | Build, inputs: int, outputs: int) -> nn.Mod
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"hidden(inputs, outputs) must return a torch.nn.Module, got {shown(model)}")
         return copy.deepcopy(model)  # a second fit must not go on from the first, under the epsilon of one
+    if isinstance(hidden, str) or not isinstance(hidden, Sequence | np.ndarray):
+        raise ConfigurationError(
+            f"hidden must be the sizes of hidden layers, (64,), or a function (inputs, outputs) that returns a "
+            f"torch.nn.Module; got {shown(hidden)}"
+        )
     layers: list[nn.Module] = []
     for size in hidden:
         layers += [nn.Linear(inputs, _checks.whole("a size in hidden", size)), nn.Tanh()]
         inputs = int(size)
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
-
-
-def _places(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
-    """The place of each label among the declared classes."""
-    known = {label: place for place, label in enumerate(classes.tolist())}
-    places = np.array([known.get(label, -1) for label in labels.tolist()], dtype=np.int64)
-    if (places < 0).any():
-        raise DataError(
-            f"{int((places < 0).sum())} labels are none of the declared classes {shown(classes.tolist())}: mend them, "
-            "or declare all labels that may occur"
-        )
-    return places
