@@ -20,10 +20,12 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import audit, people
+from fodp._looks import Looks
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
-from fodp.clipping import engine, gradients
+from fodp.clipping import engine, gradients, self_check
 from fodp.clipping.batches import Batch, Keyed, plain
+from fodp.clipping.reach import Reached
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
@@ -410,7 +412,18 @@ def padding_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.run.modules_of", lambda *_: ())
+    patch.setattr("fodp.clipping.remembered.reached", lambda *_: Reached())
+
+
+def memory_by_the_old_look(patch: pytest.MonkeyPatch) -> None:
+    """Only what hangs on the loss itself is watched, and what moves by less than 0.1% is taken for rounding."""
+    loss_modules_not_watched(patch)
+    apart = self_check._apart
+    patch.setattr(self_check, "_is_drift", lambda e, one, others, seen, later: apart(seen[0], seen[later]) > 1e-3)
+
+
+def looks_counted_by_call(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Looks, "due", lambda self, step, again=False: again or len(self.steps) < 2)
 
 
 def other_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
@@ -554,6 +567,23 @@ UNSEEN = (
         "a loss module's buffers not watched",
         "draws/test_premise.py::test_a_loss_that_counts_is_refused",
         loss_modules_not_watched,
+    ),
+    Unseen(
+        "a loss that remembers outside of the model",
+        "clipping/test_outside_state.py::test_a_loss_that_remembers_outside_of_the_model_is_refused",
+        memory_by_the_old_look,
+        dict(engine="loop"),
+    ),
+    Unseen(
+        "a module that contains the model not watched",
+        "clipping/test_outside_state.py::test_buffers_of_a_module_that_contains_the_model_are_watched",
+        loss_modules_not_watched,
+        dict(engine="auto"),
+    ),
+    Unseen(
+        "looks counted by call, the second lot not looked at",
+        "test_looks.py::test_the_second_step_is_looked_at_by_the_trainer",
+        looks_counted_by_call,
     ),
     Unseen(
         "a second module trained without noise",

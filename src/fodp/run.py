@@ -1,6 +1,5 @@
 """A run: the five verbs on real data. Data only moves to the right; noise is added at `release`."""
 
-import hashlib
 import math
 import warnings
 from collections import deque
@@ -14,16 +13,18 @@ from torch import Tensor, nn
 
 from fodp import _checks, kernels, shaping
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp._looks import Looks, is_rare
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
 from fodp.clipping.augmentation import Augment, Augmentation
 from fodp.clipping.batches import Keyed, Parts, repeat, take
-from fodp.clipping.buffers import KeptState, modules_of
+from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
 from fodp.clipping.maps import Factor, share
 from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
+from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.memory import FractionalMemory
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
@@ -46,8 +47,6 @@ from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
 from fodp.shaping.made_up import made_up
-
-_LOOKS_IN_256 = 1
 
 
 class Run:
@@ -93,7 +92,7 @@ class Run:
             self.engine = Engine(model, loss_fn, engine)
             self._parameters = tuple(model.parameters())
         self._fetcher, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
-        self._lots_compared = 0  # with what collate_fn makes of their records alone
+        self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
         if self.ranks.count > 1 and plan.unit == "person":
             raise ConfigurationError(
                 "several processes divide records among them, and a person's would be clipped on each: train with "
@@ -111,7 +110,8 @@ class Run:
         self._sampler = self._made_sampler(owners)
         self._ahead = self._read_ahead(self._fetcher, workers_for(num_workers, pin_memory), pin_memory)
         self._augmentation = None if augment is None else Augmentation(augment, self._copies)
-        self._watched = [*modules_of(loss_fn, model), *modules_of(augment, model)]
+        with self.whole():
+            self._watched = [self.engine.outside, Outside([augment, collate_fn], model, parts=False)]
         self._public_score = public_score
         self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else release.release
         self.method = plan.algorithm
@@ -301,8 +301,8 @@ class Run:
         `blocks` are public factors, one per parameter, that scale its part of every gradient.
         """
         self._place(lot)  # of this step
-        self.engine.look_again = self._looks_again()
-        if self._own_collate and (self._lots_compared < LOTS_COMPARED or self._looks_again()):
+        self.engine.step, self.engine.look_again = self.step, self._looks_again()
+        if self._own_collate and self._collate_looks.due(self.step, self._looks_again()):
             self._refuse_mixing_collate(lot)
         if (
             self.shards is not None and at is not HERE
@@ -359,7 +359,7 @@ class Run:
         copies = self._copies
         wanted = torch.arange(len(lot.indices) * copies)[part]
         places, row_of = torch.unique(wanted // copies, return_inverse=True)
-        found = self._fetched(lot, source, places, looks and 0 in places)
+        found = self._fetched(lot, source, places, looks)
         chosen = row_of * copies + wanted % copies
         whole = len(chosen) == len(found.records) and bool((chosen == torch.arange(len(chosen))).all())
         return found.rows if whole else take(found.rows, chosen)
@@ -385,7 +385,8 @@ class Run:
         some = torch.arange(min(len(lot.indices), self._microbatch or len(lot.indices)))
         if not len(some):
             return
-        self._lots_compared += len(some) > 1  # one record alone tells nothing
+        if len(some) > 1:  # one record alone tells nothing
+            self._collate_looks.told(self.step)
         source, copies = Source(self.streams, self.step, lot.name), self._copies
         indices, numbers = lot.indices[some], lot.records[some]
         padded = padded_records(self._fetcher, indices, numbers, source, self._fetcher.fetch(indices, source, numbers))
@@ -396,7 +397,7 @@ class Run:
 
     def _looks_again(self) -> bool:
         """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""
-        return self.step > 0 and hashlib.blake2b(b"%d" % self.step, person=b"fodp.check").digest()[0] < _LOOKS_IN_256
+        return is_rare(self.step)
 
     def adapt_clip(self, gradients: Gradients, query: Query, std: float) -> float:
         """With a quantile: release how many of the gradients are within C, and return the noise the query then needs.

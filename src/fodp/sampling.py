@@ -27,7 +27,8 @@ from torch.utils.data import (
 
 from fodp import _checks
 from fodp._checks import ConfigurationError, DataError, PrivacyError
-from fodp._forms import Form
+from fodp._forms import Form, leaves, mapped
+from fodp._looks import Looks, is_rare
 from fodp.draws import Site, Source, Unkeyable, generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.skips import applies, skipped_indices
@@ -37,7 +38,6 @@ Collate = Callable[[list[Any]], Any]
 # Entries of tensors that are gathered at once, of lots far larger than usual: a larger piece of memory is asked of
 # the system anew each time, page by page, which takes longer than all that is done with it.
 _FETCHED_AT_ONCE = 2**22
-_FIRST_LOTS = 2  # in which a record is read twice
 
 
 class WordStreams(Protocol):
@@ -252,7 +252,7 @@ class Fetcher:
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
         self._reading, self._collating = Site("the data set"), Site("collate_fn")
-        self._read_twice = 0  # in how many lots a record was read again, to compare
+        self.looks = Looks()  # in which steps a record is read and collated again, to compare
 
     def fetch(self, indices: torch.Tensor, source: Source | None = None, records: torch.Tensor | None = None) -> Any:
         """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
@@ -264,10 +264,17 @@ class Fetcher:
         found = self._read(indices, source, names)
         if source is None or not found:
             return self._collate(found)
-        if self._read_twice < _FIRST_LOTS:
-            self._read_twice += 1
-            self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
-        return self._collated(found, source, names)
+        if not self.looks.due(source.step, is_rare(source.step)):
+            return self._collated(found, source, names)
+        self._refuse_unsteady(found[0], self._read(indices[:1], source, names[:1])[0])
+        if len(found) == 1:  # one record alone tells little
+            return self._collated(found, source, names)
+        self.looks.told(source.step)
+        first = copy.copy(found[0])  # a collate function may take its records apart
+        before = mapped(self._collated([copy.copy(first)], source, names[:1]), _cloned)
+        batch = self._collated(found, source, names)
+        self._refuse_memory(before, self._collated([first], source, names[:1]))
+        return batch
 
     @property
     def forms(self) -> tuple[torch.Tensor, ...] | None:
@@ -332,6 +339,16 @@ class Fetcher:
                 "Let it draw with the global functions of PyTorch, NumPy or Python"
             )
 
+    @staticmethod
+    def _refuse_memory(before: Any, after: Any) -> None:
+        """Raise if `collate_fn` makes another batch of one record once it was given others."""
+        if not all(map(_alike, leaves(before), leaves(after))):
+            raise DataError(
+                "collate_fn made another batch of one record, with the same random numbers, after it was given others: "
+                "it remembers what it has seen, and one record would change what others are. Let it treat every batch "
+                "by itself"
+            )
+
     def _collated(self, found: list[Any], source: Source, names: torch.Tensor) -> Any:
         batch: list[Any] = []
         first = copy.copy(found[0])  # a collate function may take its records apart
@@ -359,6 +376,10 @@ class Fetcher:
                 "what all others draw: draw for each record in the data set, or with PyTorch's functions"
             )
         return batch[0]
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _alike(first: Any, second: Any) -> bool:

@@ -17,7 +17,7 @@ _PATHS = {
     "layers": ("gradients come from layer rules", "nothing is faster"),
     "functions": ("gradients come from rules for functions", "nearly as fast as layer rules"),
     "unknown": ("this batch does not show how gradients are computed", "give two or more examples with a gradient"),
-    "loop": ("gradients are computed one example at a time", "slow, and always right"),
+    "loop": ("gradients are computed one example at a time", "slow, and no layer can mix them"),
 }
 
 

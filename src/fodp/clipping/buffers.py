@@ -1,13 +1,13 @@
 """A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fodp._checks import PrivacyError
+from fodp.clipping.reach import modules_of as modules_of
+from fodp.clipping.remembered import KeptOutside, Outside
 
 
 class KeptBuffers:
@@ -15,11 +15,12 @@ class KeptBuffers:
 
     Any change is refused, not only one that looks like a statistic: even a count of passes tells how many examples
     were drawn. `parameters` are watched too, but only for being written to in place: comparing them would cost.
+    `alone` leaves out its parts.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor] = ()):
-        self._model = model
-        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in _buffers(model).items()}
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor] = (), alone: bool = False):
+        self._model, self._alone = model, alone
+        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in _buffers(model, alone).items()}
         self._versions = [(parameter, parameter._version) for parameter in parameters]
 
     def refuse_changes(self, who: str = "the model") -> None:
@@ -35,7 +36,7 @@ class KeptBuffers:
 
     def restore(self) -> list[str]:
         """Put back whatever has changed; returns its names."""
-        now = _buffers(self._model)
+        now = _buffers(self._model, self._alone)
         kept = [name for name in self._before if name in now]
         same = dict(zip(kept, _all_same([(now[name], self._before[name][1]) for name in kept]), strict=True))
         changed = [name for name in self._before if not same.get(name, False)]
@@ -63,37 +64,40 @@ class KeptBuffers:
 
 
 class KeptState:
-    """The buffers of a model, and of modules that its loss or augmentation holds, through private passes."""
+    """The buffers of a model, and what its loss or augmentation can reach beside it, through private passes."""
 
-    def __init__(self, model: nn.Module, beside: Sequence[nn.Module], parameters: Sequence[Tensor] = ()):
-        self._kept = {"the model": KeptBuffers(model, parameters)}
-        self._kept |= {f"{type(m).__name__}, beside the model,": KeptBuffers(m) for m in beside}
+    def __init__(self, model: nn.Module, beside: Sequence[nn.Module | Outside], parameters: Sequence[Tensor] = ()):
+        self._kept = [("the model", KeptBuffers(model, parameters))]
+        self._outside: list[KeptOutside] = []
+        for part in beside:
+            if isinstance(part, nn.Module):
+                self._kept.append((_beside(part), KeptBuffers(part)))
+                continue
+            self._outside.append(KeptOutside(part))
+            self._kept += [(_beside(module), KeptBuffers(module)) for module in part.found.modules]
+            self._kept += [(_beside(module), KeptBuffers(module, alone=True)) for module in part.found.shells]
 
     def refuse_changes(self) -> None:
-        """Put back whatever has changed, and raise if anything has."""
-        for who, buffers in self._kept.items():
+        """Put back whatever was written into, and raise if anything was."""
+        for who, buffers in self._kept:
             buffers.refuse_changes(who)
+        for kept in self._outside:
+            kept.refuse_changes()
 
     def restore(self) -> None:
         """Put back whatever has changed."""
-        for buffers in self._kept.values():
+        for _, buffers in self._kept:
             buffers.restore()
+        for kept in self._outside:
+            kept.restore()
 
 
-def modules_of(function: Any, model: nn.Module) -> list[nn.Module]:
-    """The modules, beside the model and its parts, that a loss or an augmentation is or holds."""
-    inside = set(model.modules())
-    held = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
-    held += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            held.append(cell.cell_contents)
-    found = [thing for thing in held if isinstance(thing, nn.Module) and thing not in inside]
-    return [module for module in found if not any(part in inside for part in module.modules())]
+def _beside(module: nn.Module) -> str:
+    return f"{type(module).__name__}, beside the model,"
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers()) if _has_buffers(model) else {}
+def _buffers(model: nn.Module, alone: bool = False) -> dict[str, Tensor]:
+    return dict(model.named_buffers(recurse=not alone)) if _has_buffers(model) else {}
 
 
 def _has_buffers(module: nn.Module) -> bool:

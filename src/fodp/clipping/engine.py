@@ -4,7 +4,8 @@ One forward pass records each layer's input; one backward pass, which skips the 
 gradients, brings the gradient of each layer's output; from the two follow every norm and, by one
 re-weighted product per layer, the sum ("book-keeping"). On its first lot the engine compares itself
 with the one-example loop, and looks whether examples of a whole lot stay apart; where not it takes the loop, which
-computes every example's gradient from that example alone and is always right.
+computes every example's gradient from a pass over that example alone. What a loss remembers from pass to pass reaches
+others there too: it is looked for in every engine.
 """
 
 import warnings
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fodp._checks import PrivacyError
+from fodp._looks import Looks
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
 from fodp.clipping.fallback import Unseparable
@@ -33,6 +35,7 @@ from fodp.clipping.layout import Layout
 from fodp.clipping.loss_form import refuse_criterion, refuse_joint
 from fodp.clipping.precision import Caller
 from fodp.clipping.recording import Layers, Recording
+from fodp.clipping.remembered import Outside
 from fodp.clipping.watching import Plan, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
 
@@ -41,7 +44,6 @@ LossFunction = Callable[[nn.Module, Batch], Tensor]
 Points = Sequence[tuple[float, Tensor | None]]
 HERE: Points = ((1.0, None),)
 
-_FIRST_LOTS = 2  # that are looked at whole
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 # How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
 # of all layers at once, where ordinary training frees the ones while it makes the others.
@@ -75,8 +77,10 @@ class Engine:
         self.half_precision = False
         self._loop = method == "loop"
         self._checked = False
-        self._kept_apart = 0  # how many lots have shown that examples are
-        self.look_again = False  # whether the next lot is to be looked at too
+        self.looks = Looks()
+        self.step: int | None = None  # the step whose lot comes next; None: every batch is a step of its own
+        self.look_again = False  # whether that one is to be looked at too
+        self.outside = Outside([loss_fn], model)
         self.site = Site("the model or its loss")
         self._caller: Caller | None = None
         self.rows_at_once: int | None = None  # fixed by the first recorded batch
@@ -201,38 +205,38 @@ class Engine:
                 parameter.data = value
 
     def _examine(self, batch: Batch) -> None:
-        """Look at the first lots, and at any that is asked for: are this model and this loss what they must be?"""
-        if batch_size(batch) == 0 or not (self.look_again or self._kept_apart < _FIRST_LOTS):
+        """Look at the first steps, and at any that is asked for: are this model and this loss what they must be?"""
+        if batch_size(batch) == 0 or not self.looks.due(self.step, self.look_again or bool(self.outside.suspects)):
             return
         self.look_again = False
         self_check.refuse_unsteady(self, batch)
-        if self._loop:
-            self._kept_apart += 1
-        elif batch_size(batch) > 1:  # one cannot tell a wrong layout from a right one
-            self._compare(batch)
+        if batch_size(batch) > 1 and (self._loop or self._compare(batch)):  # one example alone tells little
+            self.looks.told(self.step)
 
-    def _compare(self, batch: Batch) -> None:
-        """Compare with the loop once, and look whether the examples of this lot stay apart."""
+    def _compare(self, batch: Batch) -> bool:
+        """Compare with the loop once, and look whether the examples of this lot stay apart; False: it does not tell."""
         if not self._checked:
             problem = self._problem(batch)
             if problem is None:
-                return
+                return False
             self._checked = True
             if problem:
-                return self._take_loop(problem)
+                self._take_loop(problem)
+                return True
         try:
             problem = self_check.mixing(self, batch)
         except Unseparable as reason:
-            return self._take_loop(str(reason))
-        if problem and self._kept_apart:
+            self._take_loop(str(reason))
+            return True
+        if problem and self.looks.steps:
             raise PrivacyError(
                 f"{problem}; earlier lots did not show it, and what was released from them is not covered by the "
                 "stated epsilon. Start again with engine='loop', which gives the loss one example at a time, or change "
                 "the loss so that each example's depends on that example alone"
             )
         if problem:
-            return self._take_loop(problem)
-        self._kept_apart += 1
+            self._take_loop(problem)
+        return True
 
     def _problem(self, batch: Batch) -> str | None:
         """What is wrong with the gradients of this engine, which may take another way for it: "" nothing, None unclear.

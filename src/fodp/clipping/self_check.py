@@ -1,14 +1,16 @@
 """Whether a model and its loss can be trusted with a lot: what the first lots, and some later ones, are asked.
 
-Three questions. Does one example give the same loss twice, from draws that are the record's own? Does book-keeping
+Three questions. Does one example give the same loss again, from draws that are the record's own, also after others have
+passed? Does book-keeping
 give each example's own gradient, as the one-example loop does? And do the examples of a whole lot stay apart: when
 rows are taken away, replaced or put in another order, do the losses and back-signals of all others stay as they were?
 
-A check shows what it meets. A loss that couples examples only for data that no looked-at lot held passes; the loop
-(`engine="loop"`), which gives the loss one example at a time, is the mode that needs no such trust.
+A check shows what it meets. A loss that couples examples only for data that no looked-at lot held passes. The loop
+(`engine="loop"`) gives the loss one example at a time: nothing in a lot is mixed, but a loss that remembers an example
+mixes it with later ones there too. So the first question is asked of every engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from fodp.clipping.batches import (
 )
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.loss_form import refuse_joint
+from fodp.clipping.remembered import WAY_OUT, Values, changes, read_by_others
 from fodp.draws import Source
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ _ROWS = 32  # of which two with a gradient are looked for, where the pairs have 
 # number of rows reaches 1e-5, and vanishes in float64; what does not vanish there is no rounding.
 _MOVED, _CLEARLY_MOVED = 1e-5, 1e-3
 _NO_ROUNDING = 1e-2
+_OTHERS = 4  # rows that pass one by one between two passes over an example
+_TOGETHER = 8  # and rows that pass together
 
 
 def tolerance(half_precision: bool) -> float:
@@ -67,38 +72,137 @@ def refuse_wrong_form(engine: "Engine", empty: Batch) -> None:
 
 
 def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
-    """Raise if an example's loss depends on randomness of its own making, or on what is trained elsewhere."""
-    one: Keyed = take(with_draws(batch), slice(0, 1))
-    seen: list[tuple[Tensor, list[Tensor]]] = []
+    """Raise if an example's loss depends on randomness of its own making, on earlier passes, or on what is trained
+    elsewhere."""
+    outside = engine.outside
+    outside.look()
+    before = outside.values()
+    batch = with_draws(batch)
+    one: Keyed = take(batch, slice(0, 1))
+    with _buffers_kept(engine.model):
+        if engine.site.quiet:
+            engine.site.learn(one.source, lambda rows: engine.losses(take(one, rows)))
+        engine.site.look_for_foreign(lambda: _look(engine, one))
+        if engine.site.foreign:  # from now on with generators that are the record's own
+            _look(engine, one)
+        others = _others(engine, batch)
+        seen = _before_and_after(engine, one, others)
+        if any(_is_drift(engine, one, others, seen, later) for later in (1, 2)):
+            moved = next((f" (what moves is {place.called(key)})" for place, key, _, _ in changes(before)), "")
+            raise PrivacyError(_UNSTEADY + moved)
+        _refuse_places_that_are_read(engine, one, others, before, seen[-1])
+    _refuse_outside_leaves(engine, seen[-1][0], one)
+
+
+Seen = tuple[Tensor, list[Tensor]]  # what a pass over one example gave: its loss, and gradients
+
+_UNSTEADY = (
+    "two passes over one example with the same random numbers gave two losses or gradients: the model or the loss "
+    "draws from a generator of its own, or remembers earlier passes, and one example would change what others draw, or "
+    "what their losses are. Draw with PyTorch's functions (torch.rand, dropout, ...) and without a generator object of "
+    "NumPy's; keep nothing of what a pass has seen"
+)
+
+
+def _look(engine: "Engine", one: Keyed) -> Seen:
+    """The loss and the gradients of one example."""
+    found: list[Seen] = []
 
     def trainable() -> list[Tensor]:
         return [parameter for parameter in engine.layout.parameters if parameter.requires_grad]
 
     def look() -> None:
-        losses, found = engine._differentiate(_copied(one), trainable, single=True)
-        seen.append((losses, [gradient.to_dense() for gradient in found if gradient is not None]))  # tables: sparse
+        losses, gradients = engine._differentiate(_copied(one), trainable, single=True)
+        found.append(
+            (losses, [gradient.to_dense() for gradient in gradients if gradient is not None])
+        )  # tables: sparse
 
-    with _buffers_kept(engine.model):
-        if engine.site.quiet:
-            engine.site.learn(one.source, lambda rows: engine.losses(take(one, rows)))
-        engine.site.look_for_foreign(look)
-        engine.site.look_for_foreign(look)
-        if engine.site.foreign:  # from now on with generators that are the record's own
-            look()
-            look()
-    (first, gradients), (second, others) = seen[-2:]
-    if not _close(first, second) or len(gradients) != len(others) or not all(map(_close, gradients, others)):
-        raise PrivacyError(
-            "two passes over one example with the same random numbers gave two losses or gradients: the model or the "
-            "loss draws from a generator of its own, or remembers earlier passes, and one example would change what "
-            "others draw. Draw with PyTorch's functions (torch.rand, dropout, ...) and without a generator object of "
-            "NumPy's"
-        )
-    _refuse_outside_leaves(engine, second, one)
+    engine.site.look_for_foreign(look)
+    return found[0]
 
 
-def _close(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-3, atol=1e-6 + 1e-3 * _largest(first), equal_nan=True)
+def _others(engine: "Engine", batch: Keyed) -> list[Keyed]:
+    """Other rows, one by one, and some rows together where the engine gives the loss several at once."""
+    rows = batch_size(batch)
+    most = min(rows, rows_at_once(batch), _TOGETHER)
+    alone = [take(batch, slice(row, row + 1)) for row in range(1, min(rows, _OTHERS + 1))]
+    return alone if engine._loop or most < 2 else [*alone, take(batch, slice(0, most))]
+
+
+def _before_and_after(engine: "Engine", one: Keyed, others: Sequence[Keyed]) -> list[Seen]:
+    """One example twice, and again after others have passed: three times the same, if nothing is remembered."""
+    seen = [_look(engine, one), _look(engine, one)]
+    for rows in others:
+        _pass(engine, rows)
+    return [*seen, _look(engine, one)]
+
+
+def _pass(engine: "Engine", rows: Keyed) -> None:
+    if batch_size(rows) == 1:
+        _look(engine, rows)
+        return
+    alone = engine.site.alone
+    try:
+        engine._differentiate(_copied(rows), lambda: engine.layout.parameters)
+    except Unseparable:
+        engine.site.alone = alone  # the comparison of whole lots finds that too, and says why
+    except PrivacyError:
+        raise
+    except Exception:  # the loop will do: it gives the loss one example at a time
+        pass
+
+
+def _is_drift(engine: "Engine", one: Keyed, others: Sequence[Keyed], seen: list[Seen], later: int) -> bool:
+    """Whether the first of these passes and a later one differ by more than rounding, which vanishes in float64."""
+    moved = _apart(seen[0], seen[later])
+    if moved == 0 or moved > _CLEARLY_MOVED:
+        return moved > 0
+    try:
+        with _in_double(engine):
+            again = _before_and_after(engine, doubled(one), [doubled(rows) for rows in others])
+    except Exception:  # a model or a loss without float64: there is no second opinion
+        return moved > (_MOVED if not engine.half_precision else tolerance(True))
+    return _apart(again[0], again[later]) >= _NO_ROUNDING * moved
+
+
+def _apart(first: Seen, second: Seen) -> float:
+    """By how much two passes over one example differ, relative to the largest number; 0: not in a single bit."""
+    pairs = list(zip((first[0], *first[1]), (second[0], *second[1]), strict=False))
+    if len(first[1]) != len(second[1]) or any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    worst = 0.0
+    for a, b in pairs:
+        a, b = a.detach(), b.detach()
+        if torch.equal(a, b):
+            continue
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
+        largest = float(torch.maximum(a.abs().max(), b.abs().max()))
+        worst = max(worst, float((a - b).abs().max()) / largest if largest else 0.0)
+    return worst
+
+
+def _refuse_places_that_are_read(
+    engine: "Engine", one: Keyed, others: Sequence[Keyed], before: Values, last: Seen
+) -> None:
+    """Raise if a pass leaves something in an attribute, a global or a closure that another pass reads."""
+
+    def differs() -> bool:
+        return _apart(last, _look(engine, one)) > _MOVED
+
+    def begins_otherwise(empty: Callable[[], None]) -> bool:
+        empty()
+        _look(engine, one)
+        first = _look(engine, one)
+        empty()
+        for rows in others:
+            _pass(engine, rows)
+        return _apart(first, _look(engine, one)) > _MOVED
+
+    name = read_by_others(engine.outside, before, differs, begins_otherwise)
+    if name is not None:
+        raise PrivacyError(f"a pass of the loss leaves something in {name} that the next pass reads: {WAY_OUT}")
 
 
 def _largest(values: Tensor) -> float:
@@ -332,7 +436,9 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 def _in_double(engine: "Engine") -> Iterator[None]:
     """The model, and vectors of its gradients, in float64; afterwards exactly as before."""
     model, layout = engine.model, engine.layout
-    saved = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    parts = (model, *engine.outside.found.modules, *engine.outside.found.shells)
+    held = {id(t): t for part in parts for t in (*part.parameters(), *part.buffers())}
+    saved = [(t, t.data) for t in held.values() if t.is_floating_point()]
     dtype, layout.dtype = layout.dtype, torch.float64
     try:
         for tensor, value in saved:

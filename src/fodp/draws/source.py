@@ -34,6 +34,7 @@ class Source:
     """The random words of one lot in one step."""
 
     def __init__(self, streams: DerivedKeys, step: int, name: str):
+        self.step = step
         self._keys = {shared: streams.record_key(step, f"{name}.{shared}") for shared in ("record", "lot")}
         self._parts: dict[str, Source] = {}
         self._ciphers: dict[str, Any] = {}

@@ -21,7 +21,6 @@ from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
-from fodp.clipping.padding import LOTS_COMPARED
 from fodp.draws import Source
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
@@ -314,9 +313,10 @@ class _LoopRun(Run):
         try:
             source = Source(self.streams, self.step, lot.name)
             batch = self._read(self._batches, lot, source, places)
-            self.engine.look_again = self._looks_again()
-            looks = self._collates and (self._lots_compared < LOTS_COMPARED or self.engine.look_again)
-            self._lots_compared += looks and len(part.indices) > 1  # one record alone tells nothing
+            self.engine.step, self.engine.look_again = self.step, self._looks_again()
+            looks = self._collates and self._collate_looks.due(self.step, self._looks_again())
+            if looks and len(part.indices) > 1:  # one record alone tells nothing
+                self._collate_looks.told(self.step)
             self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)
         except BaseException:
             self.abandon_lot()

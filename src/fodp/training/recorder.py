@@ -23,7 +23,6 @@ from fodp.sampling import Lot
 from fodp.training.padding import Padded
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
-_FIRST_LOTS = 2
 _COMPARED = 4
 _MADE_UP = 8  # lots of made-up rows, where a first lot says nothing about the model
 LOOP = "one lot is one forward pass of its batch, one loss.backward() and one optimizer.step()"
@@ -49,7 +48,7 @@ class Recorder(Engine):
         self._mean = mean
         self._checking = False
         self._compared = False
-        self._looked = 0  # how many lots the model was looked at with
+        self._looked_at: Lot | None = None  # the lot, or part of one, that was looked at last: in all its passes
         self._rebuild: Callable[[list[Tensor]], Any]  # the model's arguments from those that hold examples
         self._pass: OwnPass | None = None  # the owner's forward pass, while it lasts
         self._stood_in: Marks | None = None  # where generators stood when a made-up row stood in for an empty lot
@@ -202,7 +201,7 @@ class Recorder(Engine):
             return
         self._model_called = True
         rows = len(self.lot.indices)
-        if rows and (self._looked < _FIRST_LOTS or self.look_again):
+        if rows and (self._looked_at is self.lot or self.looks.due(self.step, self.look_again)):
             self._look(args, kwargs, self.lot)
         if rows and not self.site.quiet and any(_has_rows(leaf, rows) for leaf in tree_leaves((args, kwargs))):
             self._pass = OwnPass(self.site, self._source, self.lot.records)
@@ -307,7 +306,7 @@ class Recorder(Engine):
 
         assert self._source is not None
         batch = Keyed([_finite(leaves[i].detach()) for i in places], lot.records, self._source)
-        self._checking, self._rebuild, self.look_again = True, rebuild, False
+        self._checking, self._rebuild = True, rebuild
         try:
             with torch.autocast(self.layout.device.type, enabled=False), torch.random.fork_rng(devices=[]):
                 self_check.refuse_unsteady(self, batch)
@@ -343,7 +342,9 @@ class Recorder(Engine):
         problem = self_check.mixing(self, batch)
         if problem:
             self._take_loop(problem)
-        self._looked += 1
+        if self._looked_at is not self.lot:
+            self._looked_at = self.lot
+            self.looks.told(self.step)
 
     def _problem_with_made_up(self, batch: Keyed, shift: int) -> str | None:
         """The same of other numbers, in turns with other words: what a first lot holds must not end a run."""

@@ -42,6 +42,7 @@ def rehearse(run: "Run", dataset: Any) -> None:
     finally:
         restore_foreign(foreign)
         kept.refuse_changes()  # also after an exception: what a model has written of records must not stay
+        kept.restore()  # nor what was kept in an attribute that was empty
 
 
 def refuse_hooks(model: nn.Module) -> None:
