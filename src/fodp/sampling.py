@@ -329,7 +329,7 @@ class Fetcher:
         return found
 
     def _refuse_unsteady(self, first: Any, second: Any) -> None:
-        """Raise if one record, read twice with the same random numbers, is two. Padded among others it may be longer."""
+        """Raise if one record, read twice with the same random numbers, is two; among others it may be padded."""
         if not _alike(first, second, longer=callable(getattr(self._records, "__getitems__", None))):
             raise DataError(
                 "a record that was read twice, with the same random numbers, was not the same: the data set draws from "
