@@ -139,10 +139,10 @@ def test_rounding_that_vanishes_in_double_precision_is_no_effect(door, monkeypat
 
 
 def late_record(steps=40):
-    """A record that none of the first ten lots holds, with the step at which it first comes."""
+    """A record that none of the first six lots holds, with the step at which it first comes."""
     sampler = PoissonSampler(ROWS, RATE, Streams.seeded(0))
     lots = [set(sampler.draw(step).indices.tolist()) for step in range(steps)]
-    missing = sorted(set(range(ROWS)) - set().union(*lots[:10]))
+    missing = sorted(set(range(ROWS)) - set().union(*lots[:6]))
     return next((i, step) for i in missing for step, lot in enumerate(lots) if i in lot and len(lot) > 1)
 
 

@@ -35,9 +35,11 @@ def _forget_in_defaults(world: Any) -> None:
     for name in [name for name in sys.modules if name.startswith("torch.distributed.")]:
         for thing in list(vars(sys.modules[name]).values()):
             function = vars(thing).get("__init__") if issubclass(type(thing), type) else thing
-            # The type itself: PyTorch warns of old names that are asked for anything.
-            if type(function) is FunctionType and any(value is world for value in function.__defaults__ or ()):
-                function.__defaults__ = tuple(None if value is world else value for value in function.__defaults__)
+            if type(function) is not FunctionType:  # the type itself: PyTorch warns of old names asked for anything
+                continue
+            values = function.__defaults__ or ()
+            if any(value is world for value in values):
+                function.__defaults__ = tuple(None if value is world else value for value in values)
 
 
 def _forget_in_meshes(world: Any) -> None:
