@@ -25,7 +25,9 @@ from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
 from fodp.clipping import engine, gradients, self_check
 from fodp.clipping.batches import Batch, Keyed, plain
+from fodp.clipping.padding import Widths
 from fodp.clipping.reach import Reached
+from fodp.data import packing
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
@@ -33,7 +35,7 @@ from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.run import Run
-from fodp.sampling import Lot
+from fodp.sampling import Fetcher, Lot
 from fodp.training.trainer import Trainer
 
 BETA = 0.5  # of the mutants of FO-DP-SGD
@@ -525,6 +527,37 @@ def fitted_steps_let_through(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.sklearn.habits.refuse_private_steps", lambda *_: None)
 
 
+def batching_data_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before `Fetcher.batched_by`: padding was looked for where a collate function was given, and nowhere else."""
+    made = Fetcher.__init__
+
+    def by_collate_alone(self: Fetcher, dataset: Any, collate_fn: Any = None, *rest: Any) -> None:
+        made(self, dataset, collate_fn, *rest)
+        self.batched_by = self.batched_by if collate_fn is not None else None
+
+    monkeypatch.setattr(Fetcher, "__init__", by_collate_alone)
+
+
+def padding_compared_to_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "_MOVED", 1e-2)
+
+
+def wider_lots_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Widths, "grow", lambda self, batch: False)
+
+
+def texts_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width of unpacked records, and so what a model's mean divides by, from the longest text of anybody."""
+    unpack = packing.unpack
+
+    def to_the_longest(*given: Any, **named: Any) -> Any:
+        data, owners = unpack(*given, **named)
+        longest = int(data.tensors[1].sum(1).max())
+        return TensorDataset(*(column[:, :longest] for column in data.tensors)), owners
+
+    monkeypatch.setattr(packing, "unpack", to_the_longest)
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A mistake that no attack sees, and the test that fails for it.
@@ -562,6 +595,27 @@ UNSEEN = (
         "padding to the longest record not compared",
         "draws/test_premise_loop.py::test_a_mean_over_padded_positions_is_refused",
         padding_not_compared,
+    ),
+    Unseen(
+        "padding of a data set that batches by itself not compared",
+        "training/test_padding.py::test_longest_first_is_refused_as_longest_last",
+        batching_data_not_looked_at,
+    ),
+    Unseen(
+        "effects of padding below a percent let through",
+        "training/test_padding.py::test_an_effect_of_padding_below_a_percent_is_refused",
+        padding_compared_to_a_percent,
+        dict(door="Trainer"),
+    ),
+    Unseen(
+        "a long record that comes late not compared",
+        "training/test_padding.py::test_a_long_record_that_comes_late_is_looked_at_in_a_loop_of_ones_own",
+        wider_lots_not_looked_at,
+    ),
+    Unseen(
+        "unpacked texts as wide as the longest of anybody",
+        "data/test_packing_width.py::test_one_person_more_changes_no_record_of_the_others",
+        texts_padded_to_the_longest,
     ),
     Unseen(
         "a loss module's buffers not watched",

@@ -23,7 +23,7 @@ from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
 from fodp.clipping.maps import Factor, share
-from fodp.clipping.padding import LOTS_COMPARED, padded_records, refuse_other_gradient
+from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_other_gradient
 from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.memory import FractionalMemory
@@ -91,7 +91,8 @@ class Run:
         with self.whole():
             self.engine = Engine(model, loss_fn, engine)
             self._parameters = tuple(model.parameters())
-        self._fetcher, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
+        self._fetcher = Fetcher(dataset, collate_fn)
+        self._own_collate, self._widths = self._fetcher.batched_by is not None, Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
         if self.ranks.count > 1 and plan.unit == "person":
             raise ConfigurationError(
@@ -367,8 +368,10 @@ class Run:
     def _fetched(self, lot: Lot, source: Source, places: Tensor, looks: bool) -> Keyed:
         copies, numbers = self._copies, lot.records[places]
         rows = numbers if copies == 1 else (numbers[:, None] * copies + torch.arange(copies)).flatten()
-        fetched = repeat(self._read(self._fetcher, lot, source, places), copies)
-        batch = self._keyed(lot, places, fetched, rows, source)
+        fetched = self._read(self._fetcher, lot, source, places)
+        if self._own_collate and len(places) > 1 and self._widths.grow(fetched):
+            self._refuse_mixing_collate(lot, places)
+        batch = self._keyed(lot, places, repeat(fetched, copies), rows, source)
         return batch if self._augmentation is None else self._augmentation(batch, looks)
 
     def _read(self, fetcher: Fetcher, lot: Lot, source: Source, places: Tensor) -> Any:
@@ -380,20 +383,26 @@ class Run:
                 return batch
         return fetcher.fetch(lot.indices[places], source, lot.records[places])
 
-    def _refuse_mixing_collate(self, lot: Lot) -> None:
-        """Raise if `collate_fn` makes something else of a record in its lot than alone, and that has an effect."""
-        some = torch.arange(min(len(lot.indices), self._microbatch or len(lot.indices)))
+    def _refuse_mixing_collate(self, lot: Lot, some: Tensor | None = None) -> None:
+        """Raise if `collate_fn` makes something else of a record in its lot than alone, and that has an effect.
+
+        `some`: the places in the lot of the records that are collated together.
+        """
+        some = torch.arange(min(len(lot.indices), self._microbatch or len(lot.indices))) if some is None else some
         if not len(some):
             return
         if len(some) > 1:  # one record alone tells nothing
             self._collate_looks.told(self.step)
         source, copies = Source(self.streams, self.step, lot.name), self._copies
         indices, numbers = lot.indices[some], lot.records[some]
-        padded = padded_records(self._fetcher, indices, numbers, source, self._fetcher.fetch(indices, source, numbers))
+        batch = self._fetcher.fetch(indices, source, numbers)
+        self._widths.grow(batch)
+        padded = padded_records(self._fetcher, indices, numbers, source, batch)
         whole = self._fetched(lot, source, some, False) if padded else None
         for row, _, _ in padded:
-            alone = self._fetched(lot, source, torch.tensor([row]), False)
-            refuse_other_gradient(self.engine, take(whole, slice(row * copies, (row + 1) * copies)), alone, copies)
+            alone = self._fetched(lot, source, some[row][None], False)
+            here = take(whole, slice(row * copies, (row + 1) * copies))
+            refuse_other_gradient(self.engine, here, alone, copies, self._fetcher.batched_by)
 
     def _looks_again(self) -> bool:
         """Whether examples are looked at anew in this step: once in a while, at steps that anybody may know."""

@@ -251,6 +251,12 @@ class Fetcher:
         self._collate = LotCollate(dataset, collate_fn)
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
+        # What makes a batch of many records at once, and could pad them to the longest; None: each is read by itself.
+        self.batched_by: str | None = None
+        if collate_fn is not None:
+            self.batched_by = "collate_fn"
+        elif self._columns is None and callable(getattr(self._records, "__getitems__", None)):
+            self.batched_by = f"__getitems__ of the {type(self._records).__name__}"
         self._reading, self._collating = Site("the data set"), Site("collate_fn")
         self.looks = Looks()  # in which steps a record is read and collated again, to compare
 
@@ -329,10 +335,9 @@ class Fetcher:
             )
         return found
 
-    @staticmethod
-    def _refuse_unsteady(first: Any, second: Any) -> None:
-        """Raise if one record, read twice with the same random numbers, is two."""
-        if not _alike(first, second):
+    def _refuse_unsteady(self, first: Any, second: Any) -> None:
+        """Raise if one record, read twice with the same random numbers, is two; among others it may be padded."""
+        if not _alike(first, second, longer=callable(getattr(self._records, "__getitems__", None))):
             raise DataError(
                 "a record that was read twice, with the same random numbers, was not the same: the data set draws from "
                 "a generator of its own, or remembers what it has read, and one record would change what others draw. "
@@ -382,14 +387,19 @@ def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _alike(first: Any, second: Any) -> bool:
-    """Whether two records are the same, as far as they can be compared."""
+def _alike(first: Any, second: Any, longer: bool = False) -> bool:
+    """Whether two records are the same, as far as they can be compared; `longer`: up to where the shorter one ends."""
     if isinstance(first, Mapping):
-        return isinstance(second, Mapping) and all(_alike(first[key], second.get(key)) for key in first)
+        return isinstance(second, Mapping) and all(_alike(first[key], second.get(key), longer) for key in first)
     if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_alike, first, second))
+        if not isinstance(second, list | tuple) or (len(first) != len(second) and not longer):
+            return False
+        return all(_alike(here, there, longer) for here, there in zip(first, second, strict=False))
     if isinstance(first, torch.Tensor | np.ndarray | float):
         here, there = (torch.as_tensor(value) for value in (first, second))
+        if longer and here.dim() == there.dim():
+            common = tuple(slice(0, min(sizes)) for sizes in zip(here.shape, there.shape, strict=True))
+            here, there = here[common], there[common]
         same = here.shape == there.shape and here.dtype == there.dtype
         return same and bool(((here == there) | ((here != here) & (there != there))).all())
     return not isinstance(first, int | str | bytes) or first == second

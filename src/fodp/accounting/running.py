@@ -18,8 +18,8 @@ class RunningEpsilon:
     """The ε of the first steps of a plan, for a display.
 
     Guarantee: `after(n)` is an upper bound for the first n steps, as `epsilon_of(truncate(phases, n), …)`, and at
-    most 2% above it (4% in a schedule of more than 128 different releases, which are rounded). It holds for
-    stopping there by plan, not because of what the data showed.
+    most 2% above it (4% in a schedule of more than 128 different releases, which are rounded), and never above the ε of
+    all steps. It holds for stopping there by plan, not because of what the data showed.
 
     More steps never cost less, so the ε of a later step is a bound too. It is computed for steps that lie as far
     apart as the tolerance allows: some three hundred of them for a run of three thousand epochs.
@@ -33,13 +33,20 @@ class RunningEpsilon:
         self._step = 0  # what is added to the accountant,
         self._horizon = 0  # and the most that may be
         self._known: dict[int, float] = {0: 0.0}
+        self._whole: dict[int, float] = {}  # the ε of runs of so many steps
         self._places = [0]  # the steps that are known, in order
         self._ahead = 0.03
 
-    def after(self, step: int) -> float:
-        """The ε of the first `step` steps."""
-        if step == self._ends[-1]:  # what is left to see is the plan's own number
-            return composition.epsilon_of(self.phases, self.delta, self._name)
+    def after(self, step: int, end: int | None = None) -> float:
+        """The ε of the first `step` steps, of `end` that are taken in all (None: the plan's)."""
+        end = self._ends[-1] if end is None else max(step, end)
+        if end not in self._whole:
+            self._whole[end] = composition.epsilon_of(truncate(self.phases, end), self.delta, self._name)
+        # Fewer steps never cost more: where a quick bound is above the ε of all of them, that is the better one.
+        return self._whole[end] if step == end else min(self._bound(step), self._whole[end])
+
+    def _bound(self, step: int) -> float:
+        """A quick upper bound."""
         here = bisect.bisect_left(self._places, step)
         later = self._known[self._places[here]] if here < len(self._places) else None
         if here < len(self._places) and self._places[here] == step:

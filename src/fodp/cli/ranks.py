@@ -32,14 +32,15 @@ def joined(seconds: float | None) -> Iterator["Alone | None"]:
         return
     import torch.distributed as dist
 
+    from fodp.ranks.leaving import leave
+
     _join(timedelta(seconds=wait))
     try:
         yield from _speaking()
         with contextlib.suppress(RuntimeError):
             dist.barrier()  # a rank that leaves first breaks the connection that another may still be using
     finally:
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        leave()
 
 
 def divide(model: "nn.Module", ranks: "Alone") -> None:

@@ -406,14 +406,26 @@ def _moved(whole: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
 
 
 def _is_rounding(engine: "Engine", batch: Batch, order: Tensor, same: Tensor, moved: float) -> bool:
+    def again() -> float:
+        whole = doubled(batch)
+        return _moved(engine.traced(_copied(whole)), engine.traced(take(whole, order)), order, same)
+
+    return _vanishes_in_double(engine, moved, again)
+
+
+def is_rounding(engine: "Engine", moved: float, again: Callable[[], float]) -> bool:
+    """Whether what has moved, relative to its size, is rounding; `again()` is asked with the model in float64."""
+    return moved <= _MOVED or (moved < float("inf") and _vanishes_in_double(engine, moved, again))
+
+
+def _vanishes_in_double(engine: "Engine", moved: float, again: Callable[[], float]) -> bool:
     """Whether what has moved hardly moves in float64; without float64 only what is clear counts."""
     try:
         with _in_double(engine):
-            whole = doubled(batch)
-            again = _moved(engine.traced(_copied(whole)), engine.traced(take(whole, order)), order, same)
+            left = again()
     except (RuntimeError, TypeError, ValueError, Unseparable):
         return moved < (_CLEARLY_MOVED if not engine.half_precision else tolerance(True))
-    return again < _NO_ROUNDING * moved
+    return left < _NO_ROUNDING * moved
 
 
 def _copied(batch: Batch) -> Batch:

@@ -12,9 +12,11 @@ Before ranks do anything together they meet: each says what it is about to do, o
 one of them ends all of them at the same place, and ranks that do different things are told apart from slow ones.
 """
 
+import atexit
 import hashlib
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,6 +31,7 @@ from torch import Tensor
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp.noise import Streams
 from fodp.noise.streams import keyed_from
+from fodp.ranks.leaving import leave
 from fodp.sampling import Lot
 
 _DIGEST = 16  # bytes of a fact
@@ -354,7 +357,9 @@ def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole)
 
 
-_group: tuple[Any, Group] | None = None
+# Weak: what holds PyTorch's group keeps its threads alive after destroy_process_group, and such a thread that frees
+# a tensor while Python ends aborts the process.
+_group: "tuple[weakref.ref[Any], Group] | None" = None
 
 
 def here() -> Alone:
@@ -370,8 +375,10 @@ def here() -> Alone:
     if dist.get_world_size() == 1:
         return ALONE
     world = dist.group.WORLD
-    if _group is None or _group[0] is not world:
-        _group = (world, Group())
+    if _group is None:
+        atexit.register(leave)
+    if _group is None or _group[0]() is not world:
+        _group = (weakref.ref(world), Group())
     return _group[1]
 
 

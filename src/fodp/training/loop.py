@@ -247,7 +247,8 @@ class _LoopRun(Run):
     ):
         super().__init__(model, recorder.loss_fn, dataset, plan, microbatch=microbatch)
         self.engine = recorder
-        self._batches, self._collates = Fetcher(dataset, collate_fn), collate_fn is not None
+        self._batches = Fetcher(dataset, collate_fn)
+        self._collates = self._batches.batched_by is not None
         self._ahead = self._read_ahead(self._batches, workers, pin_memory)
         self._blocks = None if microbatch is None else blocks_of(self)
         # The method's questions are answered from the records: of a lot they need to know its length only.
@@ -315,6 +316,7 @@ class _LoopRun(Run):
             batch = self._read(self._batches, lot, source, places)
             self.engine.step, self.engine.look_again = self.step, self._looks_again()
             looks = self._collates and self._collate_looks.due(self.step, self._looks_again())
+            looks = looks or (self._collates and len(part.indices) > 1 and self._widths.grow(batch))
             if looks and len(part.indices) > 1:  # one record alone tells nothing
                 self._collate_looks.told(self.step)
             self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)

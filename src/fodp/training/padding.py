@@ -1,20 +1,28 @@
-"""What a `collate_fn` pads in a loop of one's own: whether the model's outputs mind (`fodp.clipping.padding`)."""
+"""What a batch is padded to in a loop of one's own: whether the model's outputs, and their gradients, mind.
 
+How a record is compared with itself alone is `fodp.clipping.padding`'s.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fodp import _forms
 from fodp._checks import DataError
-from fodp.clipping.padding import ADVICE, close, padded_records
-from fodp.draws import Source
+from fodp.clipping import self_check
+from fodp.clipping.batches import doubled
+from fodp.clipping.padding import ADVICE, moved, padded_records
+from fodp.draws import Pass, Source
 from fodp.sampling import Fetcher, Lot
 
 if TYPE_CHECKING:
     from fodp.training.recorder import Recorder
+
+Common = list[tuple[slice, ...]]  # of outputs: what a record has alone and in its lot
 
 
 @dataclass(frozen=True)
@@ -24,24 +32,32 @@ class Padded:
     batch: list[Any]
     alone: list[tuple[int, int, list[Any]]]  # place in the lot, number of the record, tensors of its own batch
     source: Source
+    batched_by: str | None
+    rows: int
 
-    def refuse_difference(self, recorder: "Recorder", leaves: list[Any], places: list[int], form: TreeSpec) -> None:
-        """Raise if the model gives a record another output alone than in its lot."""
-        sources = [self._place(leaves[i]) for i in places]
-        if None in sources:
+    def refuse_difference(self, recorder: "Recorder", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if the model gives a record another output, or that another gradient, with its lot's padding than
+        without."""
+        leaves, form = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (self.rows,)]
+        if not places:
+            return  # not this lot but an evaluation that forgot no_grad; or the step will be refused
+        found = [self._place(leaves[i]) for i in places]
+        sources = [place for place in found if place is not None]
+        if len(sources) < len(found):
             raise DataError(
-                "collate_fn makes records look otherwise in a lot than alone, and the model is given other tensors "
-                f"than the loader's, so that it cannot be seen whether that has an effect: {ADVICE}"
+                f"{self.batched_by} makes records look otherwise in a lot than alone, and the model is given other "
+                f"tensors than the loader's, so that it cannot be seen whether that has an effect: {ADVICE}"
             )
-        whole = self._outputs(recorder, leaves, form, torch.tensor(self._records(leaves, places)))
         for row, record, own in self.alone:
-            given = dict(zip(places, [own[s] for s in sources if s is not None], strict=True))
-            changed = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            found = self._outputs(recorder, changed, form, torch.tensor([record]))
-            if len(found) != len(whole) or not all(close(a[row], b[0]) for a, b in zip(whole, found, strict=True)):
+            in_lot, alone = leaves.copy(), leaves.copy()
+            for i, place in zip(places, sources, strict=True):
+                in_lot[i], alone[i] = leaves[i].detach()[row : row + 1], own[place]
+            passes = [_OnePass(recorder, given, form, self.source, record) for given in (in_lot, alone)]
+            if not self_check.is_rounding(recorder, _apart(passes), lambda passes=passes: _apart(passes, True)):  # type: ignore[misc]
                 raise DataError(
-                    "the model's output for a record depends on how far other records of its lot make collate_fn pad "
-                    f"it: one long record would change the gradients of all: {ADVICE}"
+                    f"the model's output for a record depends on how far other records of its lot make "
+                    f"{self.batched_by} pad it: one long record would change the gradients of all: {ADVICE}"
                 )
 
     def _place(self, leaf: Tensor) -> int | None:
@@ -53,29 +69,76 @@ class Padded:
                 return i
         return None
 
-    def _records(self, leaves: list[Any], places: list[int]) -> list[int]:
-        """Numbers for the rows of the lot: the compared ones draw under their own."""
-        numbers = [-1] * len(leaves[places[0]])
-        for row, record, _ in self.alone:
-            numbers[row] = record
-        spare = max(numbers) + 1
-        return [spare + i if number < 0 else number for i, number in enumerate(numbers)]
 
-    def _outputs(self, recorder: "Recorder", leaves: list[Any], form: TreeSpec, records: Tensor) -> list[Tensor]:
-        args, kwargs = tree_unflatten(leaves, form)
-        outputs = recorder.site.run(
-            lambda current: current.forward(lambda: recorder.model(*args, **kwargs)),
-            self.source,
-            records,
-            lambda rows: None,
-            single=len(records) == 1,
-        )
-        found = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.shape[:1] == (len(records),)]
-        return [o.detach() for o in found if o.is_floating_point()]
+@dataclass(frozen=True)
+class _OnePass:
+    """The model on one record, in one of its two shapes."""
+
+    recorder: "Recorder"
+    leaves: list[Any]  # the model's arguments
+    form: TreeSpec
+    source: Source
+    record: int
+
+    def outputs(self, double: bool) -> list[Tensor]:
+        """What the model gives for the record."""
+        return self._run(double, lambda current, found: found)
+
+    def numbers(self, double: bool, common: Common) -> list[Tensor]:
+        """The common part of each output, and the gradient of a made-up loss of it."""
+
+        def work(current: Pass, outputs: list[Tensor]) -> list[Tensor]:
+            parts = [output[where] for output, where in zip(outputs, common, strict=True)]
+            telling = [part for part in parts if part.requires_grad]
+            if not telling:
+                return parts
+            loss = torch.stack([(part * _weights(part)).sum().double() for part in telling]).sum()
+            parameters = self.recorder.layout.parameters
+            gradients = current.backward(lambda: torch.autograd.grad(loss, parameters, allow_unused=True))
+            return [*parts, torch.cat([g.to_dense().flatten() for g in gradients if g is not None])]
+
+        return self._run(double, work)
+
+    def _run(self, double: bool, work: Callable[[Pass, list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        change = doubled if double else lambda leaf: leaf
+        given = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(given, self.form)
+
+        def passed(current: Pass) -> list[Tensor]:
+            outputs = current.forward(lambda: self.recorder.model(*args, **kwargs))
+            found = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.shape[:1] == (1,)]
+            return work(current, [o for o in found if o.is_floating_point()])
+
+        with torch.enable_grad():
+            records = torch.tensor([self.record])
+            found: list[Tensor] = self.recorder.site.run(passed, self.source, records, lambda rows: None, single=True)
+        return [number.detach() for number in found]
+
+
+def _apart(passes: list[_OnePass], double: bool = False) -> float:
+    """How far apart the two shapes of a record are, relative to the larger."""
+    first, second = (each.outputs(double) for each in passes)
+    if [o.dim() for o in first] != [o.dim() for o in second]:
+        return float("inf")
+    common = [
+        tuple(slice(0, min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+        for a, b in zip(first, second, strict=True)
+    ]
+    in_lot, alone = (each.numbers(double, common) for each in passes)
+    if [n.shape for n in in_lot] != [n.shape for n in alone]:
+        return float("inf")
+    return max((moved(a, b) for a, b in zip(in_lot, alone, strict=True)), default=0.0)
+
+
+def _weights(part: Tensor) -> Tensor:
+    """Fixed numbers, without PyTorch's generator."""
+    return torch.arange(1, part.numel() + 1, dtype=torch.float64).mul(12.9898).sin().reshape(part.shape).to(part)
 
 
 def compare_alone(fetcher: Fetcher, lot: Lot, source: Source, batch: Any) -> Padded | None:
     """Collate some records of the lot alone; None where they look there as they do in the lot."""
     alone = padded_records(fetcher, lot.indices, lot.records, source, batch)
     own = [(row, record, list(_forms.leaves(rows))) for row, record, rows in alone]
-    return Padded(list(_forms.leaves(batch)), own, source) if own else None
+    if not own:
+        return None
+    return Padded(list(_forms.leaves(batch)), own, source, fetcher.batched_by, len(lot.indices))

@@ -203,6 +203,8 @@ class Recorder(Engine):
         rows = len(self.lot.indices)
         if rows and (self._looked_at is self.lot or self.looks.due(self.step, self.look_again)):
             self._look(args, kwargs, self.lot)
+        if rows and self._padded is not None:
+            self._look_at_padding(args, kwargs, self._padded)
         if rows and not self.site.quiet and any(_has_rows(leaf, rows) for leaf in tree_leaves((args, kwargs))):
             self._pass = OwnPass(self.site, self._source, self.lot.records)
         if not self._by_module:
@@ -317,13 +319,20 @@ class Recorder(Engine):
                 elif not self._by_module and self._plan is None:
                     self._learn(batch)
                 self._look_at_losses(batch)
-                if self._padded is not None:
-                    self._padded.refuse_difference(self, leaves, places, form)
         except Unseparable as reason:
             self._take_loop(str(reason))
         finally:
             self._checking = False
             del self._rebuild
+
+    def _look_at_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any], padded: Padded) -> None:
+        """Whether a record's padding has an effect, on any lot in which records look otherwise than alone."""
+        self._checking = True
+        try:
+            with torch.autocast(self.layout.device.type, enabled=False), torch.random.fork_rng(devices=[]):
+                padded.refuse_difference(self, args, kwargs)
+        finally:
+            self._checking = False
 
     def _look_at_pairs(self, batch: Keyed) -> None:
         if not self._checked:

@@ -201,14 +201,15 @@ class Trainer:
         return math.ceil(self.last_step / self.steps_per_epoch)
 
     def epsilon(self) -> float:
-        """ε of the steps taken so far, an upper bound that is at most 2% above it. Changes nothing.
+        """ε of the steps taken so far, an upper bound that is at most 2% above it and never above the run's. Changes
+        nothing.
 
         A running display: it would be the run's ε if the run had been fixed beforehand to end here. What a run that
         is stopped now guarantees is `stated_epsilon()`.
         """
         if self._running is None:
             self._running = accounting.RunningEpsilon(self.plan.events(), self.plan.delta, self.plan.accountant)
-        return self._running.after(self.step)
+        return self._running.after(self.step, self.planned_steps)
 
     @property
     def planned_steps(self) -> int:
