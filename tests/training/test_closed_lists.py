@@ -155,6 +155,7 @@ def config_list(seeded, shared):
 WHO = {"who": str, "fodp": str}
 PEOPLE = {"unit": str, "records_per_person": int}
 ABOUT = {"method": str, "noise_multiplier": float, "delta": float, "accountant": str, "randomness": str}
+RELEASED = Each([int, re.compile("[0-9A-Za-z+/=]+")])  # of seeded runs: keyed hashes of what steps released
 HOLD = (float, NoneType)  # what the whole plan costs, where there is a budget
 PHASES = Each([Each([float, float]), int])
 
@@ -162,17 +163,20 @@ PHASES = Each([Each([float, float]), int])
 def row_lists(seeded, people=False):
     """The data of a ledger's rows, by kind."""
     about = {**ABOUT, **PEOPLE} if people else ABOUT
+    released = {"released": RELEASED} if seeded else {}
+    unused = {"unused_from": int} if seeded else {}
     return {
         **({"unit": {"unit": str}} if people else {}),
         "budget": {"epsilon": float, "delta": float, "order": float},
         "data": {"fingerprint": MARK, "allowed_change": bool, "before": int},
         "run": {
             **WHO, "about": about, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType, "hold": HOLD,
+            **unused,
         },
-        "resume": {**WHO, "about": about, "hold": HOLD},
-        "reserve": {},
-        "settle": {},
-        "checkpoint": {"step": int, "digest": HEX},
+        "resume": {**WHO, "about": about, "hold": HOLD, **unused, **released},
+        "reserve": released,
+        "settle": released,
+        "checkpoint": {"step": int, "digest": HEX, **released},
         "selection": {**WHO, "phases": PHASES, "mean": float, "shape": str},
         "release": WHO,
         "rollback": {**WHO, "known": int, "found": int},

@@ -24,7 +24,13 @@ def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any)
     if plan.unit == "person":
         about |= {"unit": plan.unit, "records_per_person": plan.records_per_person}
     return ledger.open(
-        run, plan.events(), steps, about=about, fingerprint=fingerprint_of(dataset), seed=seed_mark(ledger, plan)
+        run,
+        plan.events(),
+        steps,
+        about=about,
+        fingerprint=fingerprint_of(dataset),
+        seed=seed_mark(ledger, plan),
+        replays=plan.seed is not None,
     )
 
 

@@ -35,6 +35,7 @@ from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_e
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
+from fodp.training.witness import witness_of
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,7 @@ class Trainer:
     def _train(self) -> None:
         if self._refused is not None:
             raise PrivacyError(f"this run has ended, make a new Trainer; what it used stays charged: {self._refused}")
+        self.run.refuse_other_process()
         refuse_other_group(self.run.ranks)
         self.interrupted, self._signal, self._stopped_early = False, None, False
         if not self.allow_non_finite:
@@ -267,6 +269,7 @@ class Trainer:
             self._fix_the_end()
             if self.ledger is not None and self._account is None:
                 self._account = self._new_account(self.ledger)
+        self.run.witness = witness_of(self.run, self._account)
         self._out_of_budget = self._deserted = False
         with orderly_stop(self._asked_to_stop):
             try:
@@ -463,13 +466,15 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
 
-        Seeded: the same releases are repeated bit for bit from there on, and are not charged twice.
+        Seeded: the same releases are repeated bit for bit from there on, and are not charged twice; with a ledger, what
+        would be another release under the same noise is refused.
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
         stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
         A run that another process still holds goes on here and stops there.
 
         In a process group all ranks read the file, and there may be more or fewer of them than wrote it.
         """
+        self.run.refuse_other_process()
         ranks = self.run.ranks
         with ranks.together():
             saved = checkpoint.load(Path(path), self.run.engine.layout.device)
