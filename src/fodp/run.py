@@ -214,8 +214,8 @@ class Run:
         return Ahead(fetcher, workers, self.plan.steps, draw, source, self._microbatch, pin_memory)
 
     def close_workers(self) -> None:
-        """End the processes that read ahead; another step starts fresh ones."""
-        if self._ahead is not None:
+        """End the processes that read ahead; another step starts fresh ones. A fork leaves its parent's alone."""
+        if self._ahead is not None and self.is_here:
             self._ahead.close()
 
     def _correlated_noise(self) -> BandedNoise | None:
@@ -262,9 +262,14 @@ class Run:
         self.step += 1
         return self.filter(released)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the run, and not one that was forked from it since."""
+        return self._owner.is_here
+
     def refuse_other_process(self) -> None:
         """Raise in a process that was forked from the one that made the run: both would go on, and one is charged."""
-        if not self._owner.is_here:
+        if not self.is_here:
             raise PrivacyError(
                 "this run was made before this process was forked, and it belongs to the process that made it: where "
                 "both went on, each would release steps of its own and only one of them would be counted. Make the "

@@ -31,7 +31,6 @@ from fodp.training.bookkeeping import fingerprint_of  # noqa: E402
 from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
 
 
-
 class _Charge(NamedTuple):
     """Steps of an accountant's history, in their order, that are in a ledger already."""
 

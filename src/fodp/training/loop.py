@@ -287,9 +287,9 @@ class _LoopRun(Run):
 
     def next_batch(self) -> Any:
         """Draw the next step's lot, once the last one was stepped."""
-        self.refuse_other_process()
         self.refuse_spent()
         refuse_other_group(self.ranks)
+        self.refuse_other_process()
         refuse_hooks(self._model)
         if self._drawn is not None:
             raise ConfigurationError(

@@ -258,8 +258,8 @@ class Trainer:
     def _train(self) -> None:
         if self._refused is not None:
             raise PrivacyError(f"this run has ended, make a new Trainer; what it used stays charged: {self._refused}")
-        self.run.refuse_other_process()
         refuse_other_group(self.run.ranks)
+        self.run.refuse_other_process()
         self.interrupted, self._signal, self._stopped_early = False, None, False
         if not self.allow_non_finite:
             refuse_non_finite(self._dataset)
@@ -437,6 +437,8 @@ class Trainer:
     def _stop_callbacks(self) -> None:
         """Each gets its chance to put things in order, even if one before it fails."""
         failed: Exception | None = None
+        if not self.run.is_here:
+            return  # a fork in the middle of a fit: the files are its parent's
         with attended(self, "on_stop"):
             for callback in self._ordered_callbacks():
                 try:
