@@ -89,7 +89,7 @@ class Ledger:
 
     @property
     def identity(self) -> str:
-        """The random name that a ledger got when it was made: a copy has it too, another file under its path has not."""
+        """The random name that a ledger got when it was made: a copy has it too, a new file under its path does not."""
         return self.store.header.identity
 
     def has_charged(self, run: str, phases: Sequence[Phase]) -> bool:
