@@ -558,6 +558,28 @@ def texts_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "unpack", to_the_longest)
 
 
+def releases_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A step that is repeated is granted, whatever it releases now."""
+    patch.setattr("fodp.ledger.account.Account.witness", lambda self, step, tags: None)
+
+
+def forks_go_on(patch: pytest.MonkeyPatch) -> None:
+    """A forked process is taken for the one that made the run, its account and its ledger."""
+    patch.setattr("fodp._forks.Owner.is_here", property(lambda self: True))
+
+
+def ledgers_known_by_their_path(patch: pytest.MonkeyPatch) -> None:
+    """What was carried to one file is believed to be in whatever lies there now."""
+    patch.setattr("fodp.ledger.book.Ledger.identity", property(lambda self: str(self.path)))
+    patch.setattr("fodp.ledger.book.Ledger.has_charged", lambda self, run, phases: True)
+
+
+def a_card_with_words_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """The ledger's card says of all runs that each example joins each step independently."""
+    own = "Sampling: Poisson, each example joins each step independently with the step's rate."
+    patch.setattr("fodp.ledger.card._how", lambda record: [own])
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A mistake that no attack sees, and the test that fails for it.
@@ -575,6 +597,27 @@ class Unseen:
 
 
 UNSEEN = (
+    Unseen(
+        "a seeded step repeated on another sum",
+        "ledger/test_replays.py::test_another_loss_repeats_no_noise",
+        releases_not_compared,
+    ),
+    Unseen(
+        "a run that goes on in a fork and in its parent",
+        "training/test_forks.py::test_only_the_parent_goes_on_after_a_fork_in_a_fit",
+        forks_go_on,
+    ),
+    Unseen(
+        "Opacus's history believed to be in a ledger for its path",
+        "integrations/test_opacus_history.py::test_a_new_file_under_the_path_is_charged",
+        ledgers_known_by_their_path,
+    ),
+    Unseen(
+        "a paper of a run with words of its own about sampling",
+        "training/test_papers.py::test_all_papers_of_a_run_say_the_same",
+        a_card_with_words_of_its_own,
+        dict(kind="recipe"),
+    ),
     Unseen(
         "secure keys from a counter in the process",
         "noise/test_noise.py::test_streams_made_in_forked_workers_differ",

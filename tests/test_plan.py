@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fodp
-from fodp import _checks, accounting
-from fodp import plan as plan_module
+from fodp import _checks, accounting, described
 from fodp.accounting import Event, Phase
 from fodp.clipping.norms import limits
 from fodp.methods import METHODS
@@ -239,7 +238,7 @@ class TestStatement:
 
     def test_sums_many_rates_up(self):
         phases = [Phase((Event(rate / 100, 1.0),), 2) for rate in range(1, 8)]
-        assert plan_module._rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
+        assert described.rates(phases) == "probabilities from 0.01 to 0.07 (14 lots)"
 
     @pytest.mark.rule(13)
     def test_names_a_seeded_run_as_research(self):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fodp._forks import Owner
+
 _SPARE = 2**20  # bytes kept for the small files that a run still writes when the disk is full
 
 
@@ -114,9 +116,12 @@ class Hold:
     def __init__(self, path: Path):
         self.path = path
         self._handle: int | None = None
+        self._owner = Owner()
 
     def take(self, about: str) -> bool:
         """Hold the file, with a line about who does; False if another process holds it."""
+        if not self._owner.is_here:  # a fork shares the open file, and does not hold it
+            self._handle, self._owner = None, Owner()
         while self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             if not _locked(handle):
@@ -132,7 +137,7 @@ class Hold:
 
     def leave(self) -> None:
         """Let go, and remove the file."""
-        if self._handle is not None:
+        if self._handle is not None and self._owner.is_here:
             with suppress(OSError):
                 self.path.unlink()
             os.close(self._handle)

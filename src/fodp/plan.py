@@ -1,7 +1,6 @@
 """A plan: all public numbers of a run, and the one place that claims differential privacy."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, wraps
 from typing import Any, NamedTuple
@@ -9,16 +8,10 @@ from typing import Any, NamedTuple
 from fodp import _checks, accounting
 from fodp._checks import ConfigurationError
 from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase, rounded_up
+from fodp.described import Described, protected_unit
 from fodp.methods import METHODS, Method, find
 from fodp.methods.parts.schedule import Numbers, Schedule, pieces
 from fodp.noise.banded import accumulated_noise
-
-_ACCOUNTANT_NAMES = {
-    "pld": "privacy loss distributions (tight)",
-    "rdp": "Rényi DP with the tight conversion",
-    "rdp-classic": "Rényi DP with the classic conversion (the paper's formula)",
-}
-
 
 UNITS = ("record", "person")
 _COMBINED = ("mean", "sum")
@@ -239,9 +232,20 @@ class Plan:
 
     def unit_in_words(self) -> str:
         """Who is protected, for a card."""
-        if self.unit == "record":
-            return "one training example, added or removed"
-        return "one person with all of their records, added or removed"
+        return protected_unit(self.unit)
+
+    def described(self) -> Described:
+        """Unit, sampling and noise of the whole plan, for all papers of a run."""
+        return Described(
+            self._events,
+            unit=self.unit,
+            records_per_person=self.records_per_person,
+            person_gradient=self.person_gradient,
+            bands=len(self.algorithm.strategy()),
+            exact_noise=self.exact_noise,
+            accountant=self.accountant,
+            delta=self.delta,
+        )
 
     def statement(self, *, steps: int | None = None, epsilon: float | None = None) -> str:
         """The guarantee in plain English: what it covers, and what it does not.
@@ -290,7 +294,7 @@ def _statement(plan: Plan, *, steps: int | None, epsilon: float | None) -> str:
         "and learn who took part: against them there is no guarantee at all. The seed must not be used for a second "
         "run, on this or other data: whoever sees both subtracts the noise without knowing the seed."
     )
-    words = _WORDS[plan.unit](plan)
+    words, (unit, *how) = _WORDS[plan.unit](plan), plan.described().sentences()
     unprotected = (
         "timing attacks; rounding inside the model's passes (the noise itself is exact, on a grid)"
         if plan.exact_noise
@@ -298,11 +302,10 @@ def _statement(plan: Plan, *, steps: int | None, epsilon: float | None) -> str:
     )
     lines = [
         f"This run is ({rounded_up(epsilon)}, {rounded_up(plan.delta, 6)})-differentially private.",
-        words.unit,
-        f"Mechanism: {plan.method}, {steps} steps; each {words.each} joins a lot independently (Poisson sampling) "
-        f"with {_rates(phases)}{_turns(plan)}, {words.clipped}{_clipping(plan, steps)}, "
+        unit,
+        f"Mechanism: {plan.method}, {steps} steps; {words.clipped}{_clipping(plan, steps)}, "
         f"noise multiplier {plan.noise_multiplier:.6g}{_factors(plan.algorithm.params.noise_schedule, steps)}.",
-        f"Accountant: {_ACCOUNTANT_NAMES[plan.accountant]}.",
+        *how,
         randomness,
         "It holds against someone who sees every private release, and so the model after every step.",
         f"{words.two}: epsilon {rounded_up(pair)} at the same delta; {words.more}, more.",
@@ -319,8 +322,6 @@ def _statement(plan: Plan, *, steps: int | None, epsilon: float | None) -> str:
 class _Words(NamedTuple):
     """What a statement calls the unit."""
 
-    unit: str
-    each: str
     clipped: str
     two: str
     more: str
@@ -331,9 +332,7 @@ class _Words(NamedTuple):
 
 def _of_records(plan: Plan) -> _Words:
     return _Words(
-        unit="Unit: one training example. Adjacency: add or remove one example.",
-        each="example",
-        clipped="its gradient",
+        clipped="each example's gradient",
         two="A person with 2 examples in the data",
         more="with k examples",
         replaced="Replacing one example instead of adding or removing it",
@@ -343,16 +342,8 @@ def _of_records(plan: Plan) -> _Words:
 
 
 def _of_people(plan: Plan) -> _Words:
-    most = plan.records_per_person
-    used = (
-        "one of their records, drawn at random, is used"
-        if most == 1
-        else (f"at most {most} of their records, drawn at random, are used")
-    )
     return _Words(
-        unit="Unit: one person. Adjacency: one person with all of their records is added or removed.",
-        each="person",
-        clipped=f"{used} in a step, and the {plan.person_gradient} of these records' gradients",
+        clipped="each person's gradient",
         two="Two people together, or one person whose records have 2 owners' names",
         more="with k people or names",
         replaced="Replacing one person, or changing their records, instead of adding or removing them",
@@ -385,23 +376,3 @@ def _factors(schedule: Schedule | None, steps: int) -> str:
     shown = [f"{value:g} for {count} steps" for value, count in held[:6]]
     more = f" and {len(held) - 6} more values" if len(held) > 6 else ""
     return f" (times a public schedule: {', '.join(shown)}{more})"
-
-
-def _rates(phases: Sequence[Phase]) -> str:
-    """The chances that the events are accounted with: they, and not the plan's rate, are what is claimed."""
-    lots: Counter[float] = Counter()
-    for phase in phases:
-        for event in phase.events:
-            lots[event.sampling_rate] += phase.times
-    shown = [f"at most {rounded_up(rate, 6)} ({count} lots)" for rate, count in sorted(lots.items()) if count]
-    if len(shown) == 1:
-        return "probability " + shown[0].removeprefix("at most ")
-    if len(shown) > 4:
-        return f"probabilities from {rounded_up(min(lots), 6)} to {rounded_up(max(lots), 6)} ({lots.total()} lots)"
-    return "probability " + ", ".join(shown[:-1]) + " and " + shown[-1]
-
-
-def _turns(plan: Plan) -> str:
-    """What a lot is where records take turns: in a round of steps each may be drawn at one of them."""
-    turns = plan.algorithm.turns
-    return f", at one step of each {turns}, that of its group, and noise is correlated over steps" if turns > 1 else ""

@@ -5,7 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fodp import _checks, kernels, shaping
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
+from fodp._forks import Owner
 from fodp._looks import Looks, is_rare
 from fodp.accounting import Event, joint
 from fodp.clipping import self_check
@@ -49,12 +50,25 @@ from fodp.shaping import Shaping
 from fodp.shaping.made_up import made_up
 
 
+class Witness(Protocol):
+    """Sees what a step releases, and says at its end whether that may be used (`fodp.training.witness`)."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def see(self, released: Tensor) -> None:
+        """It has released this."""
+
+    def confirm(self) -> None:
+        """Raise if what it has released may not be used."""
+
+
 class Run:
     """Executes a plan step by step and checks every release against what the plan promised.
 
     `take_step()` performs one step of the plan's method and returns its private sum. A release whose
     event is not the promised one is refused before its noise is drawn, and so is a model that
-    writes into its buffers, before anything of the step is used.
+    writes into its buffers, before anything of the step is used. A run belongs to the process that made it.
     """
 
     _has_loss = True  # False: the loss is in a loop of the owner's, and cannot be asked about public records
@@ -80,6 +94,8 @@ class Run:
     ):
         self.plan = plan
         self.step = 0
+        self._owner, self._ended = Owner(), ""
+        self.witness: Witness | None = None  # of a seeded run that is kept in a ledger
         if streams is None:
             streams = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
         elif streams.seed != plan.seed:
@@ -198,8 +214,8 @@ class Run:
         return Ahead(fetcher, workers, self.plan.steps, draw, source, self._microbatch, pin_memory)
 
     def close_workers(self) -> None:
-        """End the processes that read ahead; another step starts fresh ones."""
-        if self._ahead is not None:
+        """End the processes that read ahead; another step starts fresh ones. A fork leaves its parent's alone."""
+        if self._ahead is not None and self.is_here:
             self._ahead.close()
 
     def _correlated_noise(self) -> BandedNoise | None:
@@ -219,12 +235,17 @@ class Run:
         self._count: float | None = None  # the released count that will move the clip norm
         self._noise_std: float = 0.0  # of the step's last release
         self.last_fresh = None
+        if self.witness is not None:
+            self.witness.begin()
 
     def take_step(self) -> Tensor:
         """One step of the method: its private sum, filtered, to be divided by the plan's lot size.
 
         A step that breaks off after its lot was drawn is over: it counts, and its mask and noise are never used again.
         """
+        self.refuse_other_process()
+        if self._ended:
+            raise PrivacyError(f"this run has ended, make a new one: {self._ended}")
         if self.step >= self.plan.steps:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
@@ -241,6 +262,20 @@ class Run:
         self.step += 1
         return self.filter(released)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the run, and not one that was forked from it since."""
+        return self._owner.is_here
+
+    def refuse_other_process(self) -> None:
+        """Raise in a process that was forked from the one that made the run: both would go on, and one is charged."""
+        if not self.is_here:
+            raise PrivacyError(
+                "this run was made before this process was forked, and it belongs to the process that made it: where "
+                "both went on, each would release steps of its own and only one of them would be counted. Make the "
+                "run (Trainer, make_private) in the process that trains"
+            )
+
     def _made_step(self) -> Tensor:
         """What the method releases, if it is what the plan promised and the model has kept nothing."""
         context = self if self.method.parts.schedules is None else _Scheduled(self)
@@ -253,10 +288,21 @@ class Run:
             emitted = tuple(Event(lot.rate, z) for lot, z in zip(self._lots, self._spent, strict=True) if z)
             if not _same(emitted, self._promised()):
                 raise PrivacyError(f"step {self.step} emitted {emitted}, its plan promised {self._promised()}")
+            self._confirm()
         except BaseException:
             kept.restore()  # un-noised statistics must not outlive a step that broke off
             raise
         return released
+
+    def _confirm(self) -> None:
+        """Have the step's releases compared with what is known of them. Memories hold them already: a refusal is the
+        end of the run."""
+        if self.witness is not None:
+            try:
+                self.witness.confirm()
+            except BaseException as error:
+                self._ended = str(error) or type(error).__name__
+                raise
 
     def set_augmentation_aside(self) -> None:
         """From now on records are taken as they are: for audits whose records are no data that could be augmented.
@@ -483,10 +529,14 @@ class Run:
         """One release for all ranks, made on the first; of a vector in slices, each rank makes its own."""
         source = noise or self._noise
         if self.shards is not None and not query.is_number:
-            return self.add_noise(query, std, source, self.step, name)
-        return self.ranks.from_first(
-            lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
-        )
+            released = self.add_noise(query, std, source, self.step, name)
+        else:
+            released = self.ranks.from_first(
+                lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
+            )
+        if self.witness is not None:
+            self.witness.see(released)
+        return released
 
     def _charge(self, place: int, multiplier: float) -> None:
         if multiplier == math.inf:  # no example can change this query, so it costs nothing

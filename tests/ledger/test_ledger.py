@@ -739,7 +739,8 @@ class TestCommandLine:
         assert main(["ledger", "check", str(tmp_path / "l.sqlite")]) == 0
         assert main(["ledger", "export", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]) == 0
         text = capsys.readouterr().out
-        for part in ("Unit:", "Adjacency:", "Sampling: Poisson", "Accountant:", "at delta 1e-06", "Not covered:"):
+        parts = ("Unit:", "Adjacency:", "Sampling:", "(Poisson sampling)", "Noise:", "Accountant:", "Added up by:")
+        for part in (*parts, "at delta 1e-06", "Not covered:"):
             assert part in text
 
     @pytest.mark.fault(

@@ -118,6 +118,27 @@ def test_it_says_what_a_file_says(address, tmp_path):
     assert states[0] == states[1]
 
 
+@pytest.mark.rule(11)
+def test_steps_of_a_seeded_run_are_repeated_as_they_were(address):
+    """Hashes that are in no row yet are in a file among the user's own, where the mark is."""
+    account = named(address).open("a", PHASES, 20, replays=True)
+    for step in range(4):
+        assert account.covers(step)
+        account.witness(step, b"%d" % step)
+    book = named(address)
+    again = book.open("a", PHASES, 20, replays=True)
+    assert again.charged >= 4
+    assert again.repeats(0)
+    again.witness(2, b"2")
+    with pytest.raises(fodp.PrivacyError, match="something else under the same noise"):
+        again.witness(3, b"other")
+    if again.charged > 4:  # the process before had reserved more than it took
+        again.witness(4, b"4")
+        with pytest.raises(fodp.PrivacyError, match="resumed by another process"):
+            account.witness(4, b"4")
+    assert faults(book) == []
+
+
 def test_rows_cannot_be_changed_or_deleted(address):
     spend(named(address), "a")
     with psycopg.connect(address, autocommit=True) as connection:

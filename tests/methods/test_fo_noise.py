@@ -282,7 +282,9 @@ def test_adambc_is_told_the_variance_of_correlated_noise():
 
 def test_the_statement_says_what_a_lot_is():
     text = plan("fo-noise", dict(bands=3), sampling_rate=0.1).statement()
-    assert "probability 0.3 (3 lots), at one step of each 3, that of its group" in text.replace("0.300001", "0.3")
+    assert "take turns. Each example is put at random into one of 3 groups" in text
+    assert "probability 0.3 (3 lots)" in text.replace("0.300001", "0.3")
+    assert "correlated over 3 steps" in text
 
 
 def test_a_loop_of_ones_own_takes_turns_too():

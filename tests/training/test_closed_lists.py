@@ -146,15 +146,19 @@ def config_list(seeded, shared):
     said = {
         "dataset": str, "model": str, "method": str, "delta": float, "clip_norm": float, "accountant": str,
         "epochs": float, "eval_every": int, "noise_multiplier": float, "plan": plan_list(seeded), "run": HEX,
-        "fodp": str, "card": DATA_CARD, "model_code": str,
+        "fodp": str, "card": DATA_CARD, "model_code": str, "described": Each(str),
     }  # fmt: skip
     seed = {"seed": int} if seeded else {}
     return {**said, **seed, **({"dataset_name": str, "budget": str, "ledger": str} if shared else {})}
 
 
 WHO = {"who": str, "fodp": str}
-PEOPLE = {"unit": str, "records_per_person": int}
-ABOUT = {"method": str, "noise_multiplier": float, "delta": float, "accountant": str, "randomness": str}
+PEOPLE = {"unit": str, "records_per_person": int, "person_gradient": str}
+ABOUT = {
+    "method": str, "noise_multiplier": float, "delta": float, "accountant": str, "randomness": str, "bands": int,
+    "exact_noise": bool,
+}  # fmt: skip
+RELEASED = Each([int, re.compile("[0-9A-Za-z+/=]+")])  # of seeded runs: keyed hashes of what steps released
 HOLD = (float, NoneType)  # what the whole plan costs, where there is a budget
 PHASES = Each([Each([float, float]), int])
 
@@ -162,17 +166,20 @@ PHASES = Each([Each([float, float]), int])
 def row_lists(seeded, people=False):
     """The data of a ledger's rows, by kind."""
     about = {**ABOUT, **PEOPLE} if people else ABOUT
+    released = {"released": RELEASED} if seeded else {}
+    unused = {"unused_from": int} if seeded else {}
     return {
         **({"unit": {"unit": str}} if people else {}),
         "budget": {"epsilon": float, "delta": float, "order": float},
         "data": {"fingerprint": MARK, "allowed_change": bool, "before": int},
         "run": {
             **WHO, "about": about, "phases": PHASES, "planned": int, "seed": MARK if seeded else NoneType, "hold": HOLD,
+            **unused,
         },
-        "resume": {**WHO, "about": about, "hold": HOLD},
-        "reserve": {},
-        "settle": {},
-        "checkpoint": {"step": int, "digest": HEX},
+        "resume": {**WHO, "about": about, "hold": HOLD, **unused, **released},
+        "reserve": released,
+        "settle": released,
+        "checkpoint": {"step": int, "digest": HEX, **released},
         "selection": {**WHO, "phases": PHASES, "mean": float, "shape": str},
         "release": WHO,
         "rollback": {**WHO, "known": int, "found": int},
@@ -201,12 +208,18 @@ CARD = {
     "model": str, "data": str, "loader": str,
 }  # fmt: skip
 NUMERAL = r"[0-9.e+-]+"
+HOW = (
+    rf"Sampling: in each step a lot is drawn at random; each (example|person) is in it with probability {NUMERAL} "
+    r"\([0-9]+ lots\), independently of all other (examples|people), lots and steps \(Poisson sampling\)\.",
+    r"Noise: Gaussian, drawn afresh for each release, independently of all other noise; computed in floating point\.",
+    rf"Accountant: (privacy loss distributions|Rényi DP)[^.]*, for delta {NUMERAL}\.",
+)
 STATEMENT = (
     rf"This run is \({NUMERAL}, {NUMERAL}\)-differentially private\.",
     r"Unit: one training example\. Adjacency: add or remove one example\.",
-    rf"Mechanism: [a-z-]+, [0-9]+ steps; each example joins a lot independently \(Poisson sampling\) with "
-    rf"probability {NUMERAL} \([0-9]+ lots\), its gradient is clipped to norm {NUMERAL}, noise multiplier {NUMERAL}\.",
-    r"Accountant: (privacy loss distributions|Rényi DP)[^.]*\.",
+    rf"Mechanism: [a-z-]+, [0-9]+ steps; each example's gradient is clipped to norm {NUMERAL}, "
+    rf"noise multiplier {NUMERAL}\.",
+    *HOW,
     r"Randomness: (secure|SEEDED).*",
     r"It holds against someone who sees every private release, and so the model after every step\.",
     rf"A person with 2 examples in the data: epsilon {NUMERAL} at the same delta; with k examples, more\.",
@@ -215,9 +228,11 @@ STATEMENT = (
 )
 ABOUT_PEOPLE = (
     r"Unit: one person\. Adjacency: one person with all of their records is added or removed\.",
-    rf"Mechanism: [a-z-]+, [0-9]+ steps; each person joins a lot independently \(Poisson sampling\) with "
-    rf"probability {NUMERAL} \([0-9]+ lots\), at most 3 of their records, drawn at random, are used in a step, and the "
-    rf"mean of these records' gradients is clipped to norm {NUMERAL}, noise multiplier {NUMERAL}\.",
+    rf"Mechanism: [a-z-]+, [0-9]+ steps; each person's gradient is clipped to norm {NUMERAL}, "
+    rf"noise multiplier {NUMERAL}\.",
+    HOW[0] + r" Of each person in a lot at most 3 of their records, drawn at random, are used, and the mean of these "
+    r"records' gradients is clipped\.",
+    *HOW[1:],
     rf"Two people together, or one person whose records have 2 owners' names: epsilon {NUMERAL} at the same delta; "
     r"with k people or names, more\.",
     rf"Replacing one person, or changing their records, instead of adding or removing them: epsilon {NUMERAL} at the "
@@ -457,7 +472,7 @@ def test_a_rate_rule_adds_an_average_of_iterates_and_its_votes_to_a_checkpoint(t
 @pytest.mark.rule(26)
 def test_selections_and_resumes_in_a_ledger(tmp_path):
     """The rows that the runs above do not write."""
-    dead = ("dp-sgd", 9.0, 1e-5, "rdp", "secure")
+    dead = ("dp-sgd", 9.0, 1e-5, "rdp", "secure", 1, False)
     words = ["--epochs=1", "--noise-multiplier=6", "--accountant=rdp", "--threads=1", "--quiet"]
     book = str(tmp_path / "l.sqlite")
     shared = ["--ledger", book, "--dataset-name=people"]

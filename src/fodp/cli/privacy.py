@@ -12,6 +12,7 @@ from fodp._extras import need
 from fodp.accounting import ACCOUNTANTS, Event, Phase
 from fodp.cli.job import add_import, public_plan
 from fodp.cli.waiting import slow_note
+from fodp.described import Described
 
 EPILOG = """examples:
   fodp epsilon --noise-multiplier 1.1 --sampling-rate 0.04 --steps 6250 --beta 0.9
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from fodp.plan import Plan
 
 _COVERS = (
-    "For Poisson sampling, one example added or removed, per-example clipping; it does not cover the choice of "
-    "hyper-parameters, other runs on the same data, or people with several examples."
+    "For per-example clipping; it does not cover the choice of hyper-parameters, other runs on the same data, or "
+    "people with several examples."
 )
 
 
@@ -65,15 +66,16 @@ def run_epsilon(options: argparse.Namespace) -> int:
     with slow_note("adding up privacy losses"):
         if options.method is not None:
             plan = public_plan(_without_beta(options), noise_multiplier=options.noise_multiplier)
-            phases, epsilon, numbers = plan.events(), plan.epsilon(), _numbers(plan)
+            phases, epsilon, numbers, described = plan.events(), plan.epsilon(), _numbers(plan), plan.described()
         else:
             numbers = {"noise_multiplier": options.noise_multiplier, **_public(options)}
             epsilon = accounting.epsilon(**numbers)
             phases = (
                 Phase((Event(options.sampling_rate, options.noise_multiplier / numbers["beta"]),), options.steps),
             )
+            described = Described(phases)
         other = _second_opinion(phases, options.delta, options.accountant) if options.second_opinion else None
-    _show(options, epsilon, numbers, other)
+    _show(options, epsilon, numbers, described, other)
     return 0
 
 
@@ -98,12 +100,14 @@ def run_calibrate(options: argparse.Namespace) -> int:
         if options.method is not None:
             plan = public_plan(_without_beta(options), target_epsilon=options.target_epsilon)
             epsilon, numbers = plan.epsilon(), _numbers(plan) | _against_dp_sgd(plan, options.target_epsilon)
+            described = plan.described()
         else:
             public = _public(options)
             sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
             numbers = {"noise_multiplier": sigma, **public}
             epsilon = accounting.epsilon(**numbers)
-    _show(options, epsilon, numbers)
+            described = Described((Phase((Event(options.sampling_rate, sigma / numbers["beta"]),), options.steps),))
+    _show(options, epsilon, numbers, described)
     return 0
 
 
@@ -148,7 +152,13 @@ def _public(options: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(options, name) for name in names}, "beta": beta}
 
 
-def _show(options: argparse.Namespace, epsilon: float, numbers: dict[str, Any], other: float | None = None) -> None:
+def _show(
+    options: argparse.Namespace,
+    epsilon: float,
+    numbers: dict[str, Any],
+    described: Described,
+    other: float | None = None,
+) -> None:
     if not math.isfinite(epsilon):
         raise ConfigurationError(
             f"no finite epsilon holds for noise multiplier {numbers['noise_multiplier']:g} at delta "
@@ -175,4 +185,4 @@ def _show(options: argparse.Namespace, epsilon: float, numbers: dict[str, Any], 
             f"The noise that accumulates in the model is {numbers['noise_over_dp_sgd']:.3f} of DP-SGD's at this "
             f"epsilon, over all steps, and {numbers['last_noise_over_dp_sgd']:.3f} after the last."
         )
-    print(_COVERS)
+    print("\n".join((described.protected(), described.sampling(), described.noise(), _COVERS)))

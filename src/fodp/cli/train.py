@@ -62,7 +62,7 @@ _ANEW = (
     "rank_timeout",
     "sharded",
 )
-_OF_THE_RUN = {"plan", "run", "fodp", "card", "model_code"}  # written beside the options
+_OF_THE_RUN = {"plan", "described", "run", "fodp", "card", "model_code"}  # written beside the options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +181,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     ledger = trainer.ledger  # the folder's own is made here, before the configuration that a resumed run is read from
     if not options.resume and ranks.is_first:
         stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
+        stored["described"] = plan.described().sentences()
         # What predicting takes; all of it is public.
         stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
         folder.write(folder.statement, trainer.statement() + "\n")

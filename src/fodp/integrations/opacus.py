@@ -27,10 +27,21 @@ from fodp.accounting import Event, Phase, truncate  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
+from fodp.training.bookkeeping import fingerprint_of  # noqa: E402
 from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
 
-# How many steps of an accountant's history each ledger has already: what is carried twice would be paid twice.
-_carried: "weakref.WeakKeyDictionary[IAccountant, dict[str, tuple[Phase, ...]]]" = weakref.WeakKeyDictionary()
+
+class _Charge(NamedTuple):
+    """Steps of an accountant's history, in their order, that are in a ledger already."""
+
+    ledger: str  # its identity, not its path: another file may lie there now
+    dataset: str | None
+    run: str
+    phases: tuple[Phase, ...]
+
+
+# What is carried twice would be paid twice. The ledger is asked each time whether it still has these charges.
+_carried: "weakref.WeakKeyDictionary[IAccountant, list[_Charge]]" = weakref.WeakKeyDictionary()
 
 
 class Continued(NamedTuple):
@@ -68,7 +79,8 @@ def from_opacus(
     `source` is the `PrivacyEngine` (then give its `optimizer`) or the `DPOptimizer` itself; `model` and `data_loader`
     are those that `PrivacyEngine.make_private` returned. Clip norm, noise multiplier and loss reduction are taken from
     the optimizer, whose momentum goes on; the model comes back without Opacus's hooks. The accountant's history of
-    (σ, q, steps) is charged to the `ledger` first, once.
+    (σ, q, steps) is charged to the `ledger` first, once for a ledger and the name of its data: to another ledger, or
+    under another name, it is charged again.
 
     Opacus computes `sample_rate` and `expected_batch_size` from the size of the data. Declare public ones with
     `sampling_rate` and `lot_size`; where they are missing Opacus's are used, with a warning. `public` are other fields
@@ -98,7 +110,8 @@ def from_opacus(
     )
     refuse_group("from_opacus")
     if ledger is not None:
-        _carry(accountant, past, ledger)  # first: what it refuses leaves Opacus's set-up as it is
+        # First: what it refuses leaves Opacus's set-up as it is.
+        _carry(accountant, past, ledger, fingerprint_of(data_loader.dataset))
     plain = _without_hooks(model, dp_optimizer)
     private = make_private(
         plain,
@@ -194,20 +207,46 @@ def _without_hooks(model: nn.Module, optimizer: DPOptimizer) -> nn.Module:
     return plain
 
 
-def _carry(accountant: IAccountant, past: tuple[Phase, ...], ledger: Ledger) -> None:
-    """Charge the history to the ledger, but for what was carried there before."""
-    done = _carried.setdefault(accountant, {}).get(str(ledger.path), ())
+def _carry(accountant: IAccountant, past: tuple[Phase, ...], ledger: Ledger, fingerprint: str | None) -> None:
+    """Charge the history to the ledger's data set, but for what this very ledger has of it there."""
+    charges = _carried.setdefault(accountant, [])
+    mine = [charge for charge in charges if (charge.ledger, charge.dataset) == (ledger.identity, ledger.dataset)]
+    done = tuple(phase for charge in mine for phase in charge.phases)
     taken = sum(phase.steps for phase in done)
-    # Another history may have been loaded since: then all of it is charged.
-    rest = _minus(past, taken) if truncate(past, taken) == done else past
+    # Another history may have been loaded since, or the ledger have forgotten: then all of it is charged.
+    rest = past
+    if _same(_first(past, taken), done) and all(ledger.has_charged(charge.run, charge.phases) for charge in mine):
+        rest = _minus(past, taken)
+    else:
+        charges[:] = [charge for charge in charges if charge not in mine]
     if not rest:
         return
     total = sum(phase.steps for phase in rest)
-    account = ledger.open(f"opacus-{uuid.uuid4().hex}", rest, total, about={"method": "opacus"})
+    run = f"opacus-{uuid.uuid4().hex}"
+    account = ledger.open(run, rest, total, about={"method": "opacus"}, fingerprint=fingerprint)
     while account.charged < total and account.covers(account.charged):
         pass
     account.settle(total)
-    _carried[accountant][str(ledger.path)] = past
+    charges.append(_Charge(ledger.identity, ledger.dataset, run, rest))
+
+
+def _first(phases: tuple[Phase, ...], steps: int) -> tuple[Phase, ...]:
+    """The first steps of a history; all of it where it is shorter."""
+    return truncate(phases, min(steps, sum(phase.steps for phase in phases)))
+
+
+def _same(one: tuple[Phase, ...], other: tuple[Phase, ...]) -> bool:
+    """The same events in the same order, however they were cut into phases."""
+    return _joined(one) == _joined(other)
+
+
+def _joined(phases: tuple[Phase, ...]) -> list[tuple[Event, int]]:
+    joined: list[tuple[Event, int]] = []
+    for phase in phases:
+        (event,) = phase.events
+        before = joined.pop()[1] if joined and joined[-1][0] == event else 0
+        joined.append((event, before + phase.steps))
+    return joined
 
 
 def _minus(phases: tuple[Phase, ...], steps: int) -> tuple[Phase, ...]:

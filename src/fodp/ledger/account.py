@@ -1,12 +1,14 @@
 """One running training's hold on the ledger."""
 
 import time
+from typing import Any
 
 import numpy as np
 
 from fodp._checks import LedgerError
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.releases import Floats
+from fodp.ledger.replays import CAUSES, Digests, Tail, digest, known, to_data
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
 
@@ -16,7 +18,10 @@ _AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 100
 
 
 class Account:
-    """One running training's hold on the ledger: it grants steps, in blocks, before they are taken."""
+    """One running training's hold on the ledger: it grants steps, in blocks, before they are taken.
+
+    It belongs to the process that opened it: one that was forked from it gets no steps.
+    """
 
     def __init__(
         self,
@@ -27,6 +32,7 @@ class Account:
         last: int,
         charged: int,
         data_changed: bool,
+        unused_from: int | None = None,
     ):
         self._store, self._opened, self._costs, self._budget, self._last = store, opened, costs, budget, last
         self._before = self._granted = charged
@@ -34,6 +40,14 @@ class Account:
         self.position = (opened.id, opened.chain)
         self._asked: tuple[float, int] | None = None  # when was the last block granted, at which step
         self._write_seconds = 0.0
+        # Of a seeded run, whose releases are witnessed: charged steps from here on that have no hash were never used.
+        self._unused_from = unused_from
+        self._known: Digests | None = None  # of steps that earlier processes took; read when it is asked for
+        self._pending: Digests = {}  # hashes of releases that are in no row yet
+        self._witnessed = unused_from or 0  # from here on this process has witnessed none
+        self._tail, self._settled = Tail(store, opened.run, opened.id), False
+        if unused_from is not None:
+            self._tail.open()
 
     @property
     def budget(self) -> RenyiBudget | None:
@@ -48,10 +62,13 @@ class Account:
     def covers(self, step: int) -> bool:
         """May step number `step` (from 0) be taken? Reserves it, and some more, if need be; no if the budget is spent.
 
-        Steps that were charged before, by a run that is now replayed from a seed, are not charged again.
+        Steps that were charged before, by a run that is now replayed from a seed, are not charged again: see `witness`.
         """
-        if step < self._granted:
+        self._store.refuse_other_process()
+        if step < self._granted and not self._settled:
             return True
+        if self._unused_from is not None:
+            self._tail.open()  # again, where the run has settled
         started = time.perf_counter()
         with self._store.writing():
             self._refuse_lost_hold()
@@ -60,9 +77,12 @@ class Account:
                 left = self._budget.capacity - self._store.others_taken(self._opened.dataset, self._opened.run)
                 free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
                 wanted = min(wanted, int(np.searchsorted(self._costs, free, side="right")) - 1)
-            entry = self._append("reserve", wanted) if wanted > self._granted else None
+            wanted = max(wanted, self._granted)
+            # Also to go on below: a run that has settled says by its last row that it takes no steps.
+            entry = self._append("reserve", wanted) if wanted > self._granted or step < self._granted else None
         if entry is not None:
-            self._granted, self.position = wanted, (entry.id, entry.chain)
+            self._settled, self._granted, self.position = False, wanted, (entry.id, entry.chain)
+            self._written()
         self._asked, self._write_seconds = (time.perf_counter(), step), time.perf_counter() - started
         return step < self._granted
 
@@ -73,19 +93,64 @@ class Account:
         with self._store.writing():
             self._refuse_lost_hold()
             entry = self._append("settle", used)
-        self._granted, self._asked, self.position = used, None, (entry.id, entry.chain)
+        self._granted, self._asked, self.position, self._settled = used, None, (entry.id, entry.chain), True
+        self._written()
+        self._tail.remove()
 
-    def note_checkpoint(self, step: int, digest: str) -> None:
+    def repeats(self, step: int) -> bool:
+        """May the charged steps from this one on be taken again? Only where it is known what each released."""
+        found, first_unused = self._known_steps(), self._unused_from or 0
+        return all(place in found for place in range(step, min(first_unused, self._before)))
+
+    def witness(self, step: int, tags: bytes) -> None:
+        """Write down what a step of a seeded run is about to use; `tags` are hashes of what it released.
+
+        A step that was witnessed before must have released the same, to the last bit: the noise is the same, and on
+        another sum it would be taken off by whoever sees both.
+        """
+        self._store.refuse_other_process()
+        hashed, before = digest(self._store, self._opened.run, step, tags), self._known_steps().get(step)
+        if before is None and step >= self._witnessed:
+            self._tail.add(step, hashed)
+            self._pending[step], self._witnessed = hashed, step + 1
+        elif before is None:
+            raise LedgerError(
+                f"step {step} of this seeded run was charged, and the ledger does not know what it released, so it "
+                "cannot be repeated: go on from a checkpoint, or start a new run with another seed"
+            )
+        elif before != hashed:
+            raise LedgerError(
+                f"step {step} of this seeded run was charged before, and it would now release something else under the "
+                "same noise: who sees both takes the noise off. What has changed since? It may be "
+                f"{CAUSES}. Resume with everything as it was, or start a new run with another seed"
+            )
+
+    def _known_steps(self) -> Digests:
+        if self._known is None:
+            self._known = known(self._store, self._opened.run, 0) if self._before else {}
+        return self._known
+
+    def _written(self) -> None:
+        """What was pending is in a row, and on the disk."""
+        self._pending.clear()
+        self._tail.clear()
+
+    def note_checkpoint(self, step: int, file_digest: str) -> None:
         """Remember a checkpoint that is about to get its name."""
         with self._store.writing():
             self._refuse_lost_hold()
-            self._store.append(
-                "checkpoint", self._opened.dataset, self._opened.run, data={"step": step, "digest": digest}
-            )
+            data = {"step": step, "digest": file_digest, **self._released()}
+            self._store.append("checkpoint", self._opened.dataset, self._opened.run, data=data)
+        self._written()
 
     def _append(self, kind: str, steps: int) -> Entry:
         rdp = None if self._costs is None else float(self._costs[steps])
-        return self._store.append(kind, self._opened.dataset, self._opened.run, steps=steps, rdp=rdp)
+        data = self._released()
+        return self._store.append(kind, self._opened.dataset, self._opened.run, steps=steps, rdp=rdp, data=data)
+
+    def _released(self) -> dict[str, Any]:
+        """What a row says of a seeded run's steps since the row before."""
+        return to_data(self._pending) if self._unused_from is not None else {}
 
     def _block(self, now: float, step: int) -> int:
         if self._asked is None or step <= self._asked[1]:

@@ -6,6 +6,7 @@ import math
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fodp.accounting.renyi import ORDERS
 from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
 from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
+from fodp.ledger.replays import Left, left_behind, to_data
 from fodp.ledger.rows import UNNAMED, Entry
 from fodp.ledger.store import Store
 
@@ -34,6 +36,7 @@ class Opening(NamedTuple):
     about: Mapping[str, Any]
     fingerprint: str | None
     seed: str | None
+    replays: bool
 
 
 class Ledger:
@@ -83,6 +86,21 @@ class Ledger:
     def path(self) -> Path | str:
         """The file, or the address of the server."""
         return self.store.path
+
+    @property
+    def identity(self) -> str:
+        """The random name that a ledger got when it was made: a copy has it too, a new file under its path does not."""
+        return self.store.header.identity
+
+    def has_charged(self, run: str, phases: Sequence[Phase]) -> bool:
+        """Is this run in here, in the data set of this ledger, with all of these phases counted as used?"""
+        first = self._begun(run)
+        return (
+            first is not None
+            and first.dataset == self._name(run)
+            and first.data["phases"] == phases_to_data(phases)
+            and self.steps(run) == sum(phase.steps for phase in phases)
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -164,14 +182,16 @@ class Ledger:
         about: Mapping[str, Any] | None = None,
         fingerprint: str | None = None,
         seed: str | None = None,
+        replays: bool = False,
     ) -> Account:
         """Begin a run of the first `steps` steps of `phases`, or take up the one that was begun under this id.
 
         A new run that does not fit into the budget as a whole is refused, and so is one whose `seed`, a keyed mark of
         it, another run has used, if either's data has a budget. Whoever held the run before, in a process that is
-        still alive, gets no more steps.
+        still alive, gets no more steps. `replays` says that the run is seeded: its releases are witnessed, so that a
+        step which is repeated is the same release.
         """
-        mine = Opening(run, phases, steps, about or {}, fingerprint, seed)
+        mine = Opening(run, phases, steps, about or {}, fingerprint, seed, replays)
         known = self._begun(run)
         if known is not None:
             self._refuse_other_run(known, phases)
@@ -182,6 +202,7 @@ class Ledger:
     def _opened(self, mine: Opening, known: Entry | None, dataset: str, budget: RenyiBudget | None) -> Account:
         """The account of a run, or a refusal: all in one transaction."""
         costs = None if budget is None else budget.costs(mine.phases)
+        left: Left | None = None
         with self.store.writing():
             stored = self.budget(dataset)
             if stored != budget and stored is not None:  # another process was quicker
@@ -201,10 +222,19 @@ class Ledger:
             if known is None:
                 data |= {"phases": phases_to_data(mine.phases), "seed": mine.seed, "planned": mine.steps}
                 rdp = None if costs is None else 0.0
+                data |= {"unused_from": 0} if mine.replays else {}
                 opened = self.store.append("run", dataset, mine.run, steps=0, rdp=rdp, data=data)
             else:
+                left = left_behind(self.store, mine.run) if mine.replays else None
+                data |= {} if left is None else {"unused_from": left.unused_from, **to_data(left.digests)}
                 opened = self.store.append("resume", dataset, mine.run, data=data)
-        return Account(self.store, opened, costs, budget, mine.steps, opened.of_run.steps or 0, changed)
+            # Its file is there before the row is: without it nobody could tell after a kill what was used.
+            charged, unused_from = opened.of_run.steps or 0, data.get("unused_from")
+            account = Account(self.store, opened, costs, budget, mine.steps, charged, changed, unused_from)
+        for file in () if left is None else left.files:
+            with suppress(OSError):
+                file.unlink()
+        return account
 
     def _hold(self, mine: Opening, dataset: str, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
         """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""

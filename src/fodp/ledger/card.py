@@ -8,6 +8,7 @@ from fodp import accounting
 from fodp.accounting import Phase, phases_from_data, rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.renyi import epsilon_from_rdp
+from fodp.described import Described
 from fodp.ledger.book import Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
@@ -22,18 +23,6 @@ _NOT_COVERED = (
     "everybody if a seed was used for a second run that this ledger, or this machine, does not know of; "
     "floating-point and timing attacks"
 )
-
-
-_UNITS = {
-    "record": (
-        "Unit: one training example. Adjacency: add or remove one example.",
-        "Sampling: Poisson, each example joins each step independently with the step's rate.",
-    ),
-    "person": (
-        "Unit: one person. Adjacency: one person with all of their records is added or removed.",
-        "Sampling: Poisson, each person joins each step independently with the step's rate.",
-    ),
-}
 
 
 def not_covered(unit: str) -> str:
@@ -80,8 +69,8 @@ def card(record: dict[str, Any]) -> str:
         ]
     lines += [
         "If the runs below had been fixed in advance: " + _pairs(record["epsilons"]) + ".",
-        *_UNITS[record["unit"]],
-        f"Accountant: {record['accountant']}"
+        Described((), unit=record["unit"]).protected(),
+        f"Added up by: {record['accountant']}"
         + ("" if budget is None else f"; the budget is kept by a Rényi filter at the fixed order {budget['order']:g}")
         + ".",
         "",
@@ -100,6 +89,7 @@ def card(record: dict[str, Any]) -> str:
             f"{chosen['mean']:g}, shape {chosen['shape']}  epsilon {rounded_up(chosen['epsilon'])} at "
             f"delta {rounded_up(chosen['delta'], 6)}"
         )
+    lines += _how(record)
     for change in record["changes"]:
         lines.append(f"  {change}  the data was changed on purpose; each version has the guarantee for itself only")
     others = record["also_known_as"]
@@ -117,20 +107,32 @@ def card(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _how(record: dict[str, Any]) -> list[str]:
+    """How the runs drew lots and made noise; what several say alike is said once."""
+    said: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for one in (*record["runs"], *record["selections"]):
+        said[tuple(one["described"])].append(one["run"][:22] if "mean" in one else one["run"][:12])
+    return [
+        line
+        for sentences, names in said.items()
+        for line in ("", f"How {', '.join(names)} drew lots and made noise:", *(f"  {words}" for words in sentences))
+    ]
+
+
 def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dict[str, Any]:
     last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
     begun = [entry for entry in rows if entry.kind == "run"]
     selected = [entry for entry in rows if entry.kind == "selection"]
-    deltas = _deltas(budget)
+    deltas, unit = _deltas(budget), "person" if any(entry.kind == "unit" for entry in rows) else "record"
     used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
     return {
         "dataset": name,
-        "unit": "person" if any(entry.kind == "unit" for entry in rows) else "record",
+        "unit": unit,
         "budget": None if budget is None else budget_record(budget, rows[-1].of_data),
         "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
         "accountant": "privacy loss distributions" if not selected else "Rényi DP",
         "runs": [run_record(entry, last[entry.run], budget) for entry in begun],
-        "selections": [selection_record(entry, budget) for entry in selected],
+        "selections": [selection_record(entry, budget, unit) for entry in selected],
         "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
 
@@ -173,10 +175,11 @@ def run_record(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[st
         "delta": delta,
         "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
         "events": first.data["phases"],
+        "described": list(Described.of_run(phases_from_data(first.data["phases"]), first.data["about"]).sentences()),
     }
 
 
-def selection_record(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def selection_record(entry: Entry, budget: RenyiBudget | None, unit: str) -> dict[str, Any]:
     """What is said of one selection."""
     repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
@@ -190,6 +193,7 @@ def selection_record(entry: Entry, budget: RenyiBudget | None) -> dict[str, Any]
         "delta": delta,
         "share": None if budget is None else (entry.rdp or 0.0) / budget.capacity,
         "events": entry.data["phases"],
+        "described": list(Described.of_run(phases, {"unit": unit}).sentences()),
     }
 
 

@@ -43,14 +43,14 @@ def _record(ledger: Ledger, name: str, state: DataState, page: int | None) -> di
     budget, store = ledger.budget(name), ledger.store
     pages = max(1, math.ceil(state.runs / ON_A_PAGE))
     begun = store.begun(name, state.runs) if page is None else store.begun(name, ON_A_PAGE, (page - 1) * ON_A_PAGE)
-    runs = [entry for entry in begun if entry.kind == "run"]
+    runs, unit = [entry for entry in begun if entry.kind == "run"], ledger.unit(name) or "record"
     return {
         "dataset": name,
-        "unit": ledger.unit(name) or "record",
+        "unit": unit,
         "budget": None if budget is None else budget_record(budget, state),
         "run_count": state.runs,
         "page": page,
         "pages": pages,
         "runs": [run_record(entry, store.entry(store.of_run(entry.run).used), budget) for entry in runs],
-        "selections": [selection_record(entry, budget) for entry in begun if entry.kind == "selection"],
+        "selections": [selection_record(entry, budget, unit) for entry in begun if entry.kind == "selection"],
     }

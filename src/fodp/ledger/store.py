@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import LedgerError, PrivacyError
+from fodp._forks import Owner
 from fodp.ledger.header import RESTORE, is_address
 from fodp.ledger.mark import Mark, MarkFile
 from fodp.ledger.postgres import PostgresRows
@@ -32,6 +33,7 @@ class Store:
 
     def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True, older: bool = False):
         self.path: Path | str = str(path) if is_address(path) else Path(path)
+        self._owner = Owner()
         self._mark, self._raises_mark = MarkFile(self.path), False
         self._rows: SQLiteRows | PostgresRows
         if isinstance(self.path, str):
@@ -51,11 +53,21 @@ class Store:
 
     def close(self) -> None:
         """Close the file."""
-        self._rows.close()
+        if self._owner.is_here:  # a server would take the word of a fork for that of its parent
+            self._rows.close()
+
+    def refuse_other_process(self) -> None:
+        """A process that was forked from the one that opened the ledger has neither its connection nor its grants."""
+        if not self._owner.is_here:
+            raise LedgerError(
+                f"the ledger {self.path} was opened before this process was forked, and what it grants holds for the "
+                "process that opened it: open it again in the process that uses it, and make its run there"
+            )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the write lock: what is read in here is still true when it is written. Nothing is half done."""
+        self.refuse_other_process()
         fix, self._raises_mark = "nothing was released; free the disk or the file, then resume", False
         with self._rows.plainly("could not be written", fix):
             with self._rows.transaction(write=True):
@@ -66,6 +78,7 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """What is read in here is of one moment; within `writing()` it is that of the writer."""
+        self.refuse_other_process()
         if self._rows.in_transaction:
             yield
             return
@@ -152,6 +165,13 @@ class Store:
         for entry in found:
             if mark_of(entry.kind, entry.dataset, entry.data) != mark:
                 raise self._damage(f"entry {entry.id} has another mark than its index says")
+        return found
+
+    def rows_of_run(self, run: str) -> list[Entry]:
+        """All rows of a run, newest first."""
+        found = self._newest("by_run", self._seals.number("run", run), 2**31)
+        if any(entry.run != run for entry in found):
+            raise self._damage(f"a row is of another run than its index says, which is {run!r}")
         return found
 
     def begun(self, dataset: str, limit: int, skip: int = 0) -> list[Entry]:

@@ -23,7 +23,6 @@ What is *not* defended, in either mode:
 """
 
 import hashlib
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ import torch
 
 from fodp import _checks, kernels
 from fodp._checks import PrivacyError
+from fodp._forks import Owner
 from fodp.noise import chacha
 from fodp.noise.keystream import MARGIN, Keystream, encrypted
 from fodp.noise.ranges import Ranges
@@ -47,18 +47,6 @@ Array = npt.NDArray[Any]
 # stream depends on it, so another value would change seeded runs.
 PAIRS: Final = 32768
 _ANGLE_WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
-
-_forks = 0  # how many times this process's line of ancestors has forked since this module was loaded
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):  # absent where there is no fork
-    os.register_at_fork(after_in_child=_count_fork)
-
 
 _injected: ContextVar[bytes | None] = ContextVar("injected", default=None)
 
@@ -93,7 +81,7 @@ class Streams:
     def __init__(self, seed: int | None = None) -> None:
         self._seed = None if seed is None else _checks.whole("seed", seed, minimum=0)
         self._key = (_injected.get() or secrets.token_bytes(32)) if self._seed is None else _key_of(self._seed)
-        self._forks = _forks
+        self._owner = Owner()
         self._last_step: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
@@ -219,9 +207,9 @@ class Streams:
         _checks.whole("step", step, minimum=0)
         if not isinstance(name, str) or not name:
             raise PrivacyError(f"a stream's name must be a non-empty string, got {name!r}")
-        if self._seed is None and self._forks != _forks:
+        if self._seed is None and not self._owner.is_here:
             # parent and child hold the same key: the child leaves it, or both would draw the same noise
-            self._key, self._lock, self._forks = secrets.token_bytes(32), threading.Lock(), _forks
+            self._key, self._lock, self._owner = secrets.token_bytes(32), threading.Lock(), Owner()
         place = step.to_bytes(8, "little") + name.encode()
         return hashlib.blake2b(place, digest_size=32, key=self._key, person=f"fodp.{kind}".encode()).digest()
 

@@ -17,14 +17,17 @@ def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any)
     about = {
         "method": plan.method,
         "noise_multiplier": plan.noise_multiplier,
-        "delta": plan.delta,
-        "accountant": plan.accountant,
         "randomness": "secure" if plan.seed is None else "seeded",  # the seed itself is nobody's business
+        **plan.described().facts(),
     }
-    if plan.unit == "person":
-        about |= {"unit": plan.unit, "records_per_person": plan.records_per_person}
     return ledger.open(
-        run, plan.events(), steps, about=about, fingerprint=fingerprint_of(dataset), seed=seed_mark(ledger, plan)
+        run,
+        plan.events(),
+        steps,
+        about=about,
+        fingerprint=fingerprint_of(dataset),
+        seed=seed_mark(ledger, plan),
+        replays=plan.seed is not None,
     )
 
 

@@ -6,6 +6,7 @@ and are hashed on the way, so that writing takes no memory to speak of and readi
 
 import errno
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
     trainer._account = None
     if trainer.ledger is not None:
         trainer._account = _reopened_account(trainer)
-        _skip_lost_steps(trainer, trainer._account.charged)
+        _skip_lost_steps(trainer, trainer._account)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -103,15 +104,23 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         raise ValueError(f"it knows no {min(missing)}, which {type(optimizer).__name__} needs")
 
 
-def _skip_lost_steps(trainer: "Trainer | LoopKeeper", used: int) -> None:
-    """A secure run cannot repeat the steps that were used after its checkpoint: they are lost but stay charged.
+def _skip_lost_steps(trainer: "Trainer | LoopKeeper", account: "Account") -> None:
+    """A secure run cannot repeat the steps that were used after its checkpoint: they are lost but stay charged. A
+    seeded run repeats them where the ledger knows what each released, and loses them otherwise.
 
     Where records take turns, it goes on with a whole round of new groups, and the rest of the old one is lost too.
     """
-    used = max(used, trainer.run.step)
+    used, first = max(account.charged, trainer.run.step), trainer.run.step
     used = max(used, min(trainer.run.next_round(used), trainer.last_step))
-    if trainer.plan.seed is not None or used <= trainer.run.step:
+    if used <= first or (trainer.plan.seed is not None and account.repeats(first)):
         return
+    if trainer.plan.seed is not None:
+        warnings.warn(
+            f"steps {first} to {used - 1} of this seeded run were charged after the checkpoint was written, and the "
+            "ledger does not know what all of them released (the system crashed, the run went on elsewhere, or an "
+            "earlier version of fodp made it): they are lost, and the run goes on after them",
+            stacklevel=3,
+        )
     trainer.lost_steps += used - trainer.run.step
     trainer.run.step = used
     if used >= trainer.last_step and trainer.lost_steps >= used:

@@ -17,6 +17,7 @@ from fodp.ledger import Ledger
 from fodp.run import Run
 from fodp.training import checkpoint
 from fodp.training.loop import PrivateLoader
+from fodp.training.witness import witness_of
 
 
 def loop_state(loader: PrivateLoader) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def take_up(loader: PrivateLoader, state: dict[str, Any], ledger: Ledger | None)
     keeper.run_id, keeper.lost_steps, run.step = str(state["run"]), int(state["lost_steps"]), int(state["step"])
     if ledger is not None:
         run.account = checkpoint._reopened_account(keeper)
-        checkpoint._skip_lost_steps(keeper, run.account.charged)
+        checkpoint._skip_lost_steps(keeper, run.account)
+    run.witness = witness_of(run, run.account)
 
 
 def _digest(run: Run, state: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ from fodp.training.parts import LotParts, blocks_of
 from fodp.training.recorder import LOOP, TRAINER, Recorder
 from fodp.training.rehearsal import refuse_hooks
 from fodp.training.resuming import LoopKeeper
+from fodp.training.witness import witness_of
 
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -156,6 +157,7 @@ def make_private(
         keeper.resume(Path(resume))
     elif ledger is not None and run.ranks.is_first:
         run.account = open_account(ledger, keeper.run_id, plan, plan.steps, dataset)
+    run.witness = witness_of(run, run.account)
     return model, optimizer, PrivateLoader(run, keeper)
 
 
@@ -287,6 +289,7 @@ class _LoopRun(Run):
         """Draw the next step's lot, once the last one was stepped."""
         self.refuse_spent()
         refuse_other_group(self.ranks)
+        self.refuse_other_process()
         refuse_hooks(self._model)
         if self._drawn is not None:
             raise ConfigurationError(

@@ -35,6 +35,7 @@ from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_e
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
+from fodp.training.witness import witness_of
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class Trainer:
         if self._refused is not None:
             raise PrivacyError(f"this run has ended, make a new Trainer; what it used stays charged: {self._refused}")
         refuse_other_group(self.run.ranks)
+        self.run.refuse_other_process()
         self.interrupted, self._signal, self._stopped_early = False, None, False
         if not self.allow_non_finite:
             refuse_non_finite(self._dataset)
@@ -268,6 +270,7 @@ class Trainer:
             self._fix_the_end()
             if self.ledger is not None and self._account is None:
                 self._account = self._new_account(self.ledger)
+        self.run.witness = witness_of(self.run, self._account)
         self._out_of_budget = self._deserted = False
         with orderly_stop(self._asked_to_stop):
             try:
@@ -435,6 +438,8 @@ class Trainer:
     def _stop_callbacks(self) -> None:
         """Each gets its chance to put things in order, even if one before it fails."""
         failed: Exception | None = None
+        if not self.run.is_here:
+            return  # a fork in the middle of a fit: the files are its parent's
         with attended(self, "on_stop"):
             for callback in self._ordered_callbacks():
                 try:
@@ -464,13 +469,15 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
 
-        Seeded: the same releases are repeated bit for bit from there on, and are not charged twice.
+        Seeded: the same releases are repeated bit for bit from there on, and are not charged twice; with a ledger, what
+        would be another release under the same noise is refused.
         Secure: a fresh key is drawn; steps that were used after the checkpoint was written are lost but
         stay charged, so the run ends that much earlier (`lost_steps`). This takes the run's ledger.
         A run that another process still holds goes on here and stops there.
 
         In a process group all ranks read the file, and there may be more or fewer of them than wrote it.
         """
+        self.run.refuse_other_process()
         ranks = self.run.ranks
         with ranks.together():
             saved = checkpoint.load(Path(path), self.run.engine.layout.device)

@@ -160,12 +160,13 @@ def statement(search: Search) -> str:
     lines = [
         f"This search is ({rounded_up(search.epsilon)}, {rounded_up(search.delta, 6)})-differentially private as a "
         f"whole, for whoever sees what left it: the best run's parameters, score and model.",
-        f"Unit: {plan.unit_in_words()}.",
+        plan.described().protected(),
         f"Mechanism: the best of a random number of runs ({name}, mean {search.repetitions.mean:g}), each of one of "
         f"{len(search.candidates)} declared candidates drawn at random with replacement, by its score on public data. "
-        f"Each run{part}: {plan.method}, {plan.steps} steps, sampling rate {plan.sampling_rate:g}, clip norm "
+        f"Each run{part}: {plan.method}, {plan.steps} steps, clip norm "
         f"{plan.clip_norm:g}, noise multiplier {_noise(search.candidates)}; one such run alone would have epsilon "
         f"{rounded_up(search.run_epsilon)}.",
+        *_how(search.candidates),
     ]
     if search.final:
         lines.append(
@@ -180,6 +181,12 @@ def statement(search: Search) -> str:
         "this data; other runs on the same data (their budgets add up); floating-point and timing attacks.",
     ]
     return "\n".join(lines)
+
+
+def _how(plans: Sequence[Plan]) -> list[str]:
+    """How runs draw lots and make noise; candidates may differ in it."""
+    described = [plan.described() for plan in plans]
+    return list(dict.fromkeys(words for one in described for words in (one.sampling(), one.noise())))
 
 
 def _noise(plans: Sequence[Plan]) -> str:

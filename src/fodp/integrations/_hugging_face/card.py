@@ -24,7 +24,7 @@ def section(card: dict[str, Any]) -> str:
     statement = "\n".join(f"- {line}" for line in str(card["statement"]).splitlines()[1:])
     epsilon, delta = rounded_up(card["epsilon"]), rounded_up(card["delta"], 6)
     mechanism = (
-        f"{card['method']}, {card['steps']} steps, sampling rate {card['sampling_rate']:g}, clip norm "
+        f"{card['method']}, {card['steps']} steps, clip norm "
         f"{card['clip_norm']:g}, noise multiplier {card['noise_multiplier']:.6g}"
     )
     return f"""{_BEGIN}
