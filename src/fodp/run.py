@@ -39,11 +39,13 @@ from fodp.noise.release import Noise
 from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.prefetching import Ahead, workers_for
+from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
 from fodp.ranks.fsdp import is_sharded
 from fodp.ranks.shards import ShardedGradients, Shards
+from fodp.repeats import warn_of_equal_rows
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
 from fodp.shaping.made_up import made_up
@@ -93,7 +95,11 @@ class Run:
         with self.whole():
             self.engine = Engine(model, loss_fn, engine)
             self._parameters = tuple(model.parameters())
-        self._fetcher, self._own_collate = Fetcher(dataset, collate_fn), collate_fn is not None
+        self._fetcher, self._own_collate = Fetcher(dataset, collate_fn, owners), collate_fn is not None
+        warn_of_equal_rows(dataset, owners, stacklevel=3)
+        private = PrivateData(dataset)
+        private.refuse("public_sample", public_sample)
+        private.refuse_reaching("public_score", public_score)
         self._lots_compared = 0  # with what collate_fn makes of their records alone
         if self.ranks.count > 1 and plan.unit == "person":
             raise ConfigurationError(

@@ -1,0 +1,88 @@
+"""One example that is in the data many times is one example: where records repeat, ε would hold for one copy only.
+
+That places hold one record is seen and refused for views, tables of `datasets`, lists and wrappers of them. Rows that
+are equal are a sign, no proof: a warning names what to do.
+"""
+
+import warnings
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+
+from fodp._checks import DataError
+from fodp.origins import columns_of, origins
+from fodp.row_samples import Rows, halves
+
+_ROWS = 2**14
+_FEWEST_ROWS = 6  # distinct ones, among which equal halves would show
+_OFTEN = 5  # places of one row
+_COPIES = 0.05  # of a row on average
+_BY_CHANCE = 0.1  # of distinct rows share one of their halves: they are made of few values, and repeat by themselves
+
+REMEDY = (
+    "take each example once, and let a weight be a factor of its loss; if copies are the records of one person, plan "
+    "with unit='person' and name the owners"
+)
+
+
+def refuse_repeated(dataset: Any, owners: Any = None) -> None:
+    """Raise if the data shows one record at two places, unless both are one owner's."""
+    if columns_of(dataset):
+        return  # a row of memory is at one place
+    found = origins(dataset)
+    order = np.argsort(found, kind="stable")
+    again = found[order][1:] == found[order][:-1]
+    names = _names(owners, len(found))
+    if names is not None:
+        again &= names[order][1:] != names[order][:-1]
+    if again.any():
+        raise DataError(
+            f"the {type(dataset).__name__} holds {int(again.sum())} records a second time, and one example must be one "
+            "record: take each index once (Subset(data, sorted(set(indices)))), each item of a list and each data set "
+            f"once. Oversampling: {REMEDY}"
+        )
+
+
+def warn_of_equal_rows(dataset: Any, owners: Any = None, *, stacklevel: int = 2) -> None:
+    """Warn if rows occur again and again that are not likely to do so by chance."""
+    if _looks_copied(dataset, owners):
+        warnings.warn(
+            "rows of the data are equal in every number and occur again and again: if they are copies of one example, "
+            f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _looks_copied(dataset: Any, owners: Any) -> bool:
+    rows = Rows(dataset, _ROWS)
+    names = _names(owners, rows.size)
+    places: dict[tuple[int, int], list[int]] = defaultdict(list)
+    read = 0
+    for here, row in rows:
+        matrix = np.concatenate([part for _, part in row], axis=1) if row else np.empty((len(here), 0), np.float32)
+        if matrix.shape[1] < 2:
+            continue
+        read += len(here)
+        for place, *marks in zip(here, *(half.tolist() for half in halves(matrix)), strict=True):
+            places[marks[0], marks[1]].append(place)
+    if len(places) < _FEWEST_ROWS or len(places) == read:
+        return False
+    distinct = [Counter(half) for half in zip(*places, strict=True)]
+    by_chance = min(1 - sum(count == 1 for count in half.values()) / len(places) for half in distinct)
+    return by_chance <= _BY_CHANCE and _occur_often(list(places.values()), names, read, rows.size)
+
+
+def _occur_often(groups: list[list[int]], names: Any, read: int, size: int) -> bool:
+    """Whether equal rows, of more than one owner where there are owners, are many or one of them is very often there."""
+    counts = [len(set(names[group])) if names is not None else len(group) for group in groups]
+    pairs = sum(count * (count - 1) / 2 for count in counts)
+    copies = 2 * pairs / (read * max(1, read - 1)) * (size - 1)
+    return max(counts) >= _OFTEN or (pairs >= 3 and copies >= _COPIES)
+
+
+def _names(owners: Any, records: int) -> Any:
+    """Numbers that tell owners apart; None where there are none, or not one for each record, which others refuse."""
+    if owners is None or not hasattr(owners, "__len__") or len(owners) != records:
+        return None
+    return np.unique(np.asarray(owners), return_inverse=True)[1]
