@@ -110,7 +110,7 @@ SINGLE = {
 @pytest.mark.rule(31)
 @pytest.mark.parametrize("form", AGAIN)
 def test_a_record_at_two_places_is_refused(form):
-    with pytest.raises(DataError, match="a second time.*unit='person'"):
+    with pytest.raises(DataError, match=r"a second time.*unit='person'"):
         refuse_repeated(AGAIN[form])
 
 
@@ -118,7 +118,7 @@ def test_a_record_at_two_places_is_refused(form):
 @pytest.mark.parametrize("form", SIGNS)
 def test_equal_rows_that_occur_often_are_warned_of(form):
     refuse_repeated(SIGNS[form])
-    with pytest.warns(UserWarning, match="occur again and again.*unit='person'"):
+    with pytest.warns(UserWarning, match=r"occur again and again.*unit='person'"):
         warn_of_equal_rows(SIGNS[form])
 
 

@@ -19,8 +19,10 @@ from fodp._checks import DataError
 Numbers = npt.NDArray[np.int64]
 
 # Attributes in which wrappers hold their data, with or without a leading underscore.
-HELD = ("dataset", "datasets", "base", "base_dataset", "data", "inner", "wrapped", "source", "samples", "records", "rows",
-        "examples", "items")  # fmt: skip
+HELD = (
+    *("dataset", "datasets", "base", "base_dataset", "data", "inner", "wrapped", "source"),
+    *("samples", "records", "rows", "examples", "items"),
+)
 _DEEPEST = 8  # wrappers within each other
 _VALUES = (int, float, complex, str, bytes, type(None), np.generic)
 _ROWS_OF_A_TABLE = 2**40

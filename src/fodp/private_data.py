@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fodp._callers import users_level
 from fodp._checks import ConfigurationError
 from fodp.origins import Origins, columns_of, held_by
 from fodp.row_samples import Marks, marks_of
@@ -96,7 +97,7 @@ class PrivateData:
                 warnings.warn(
                     f"{door}: some of these rows are in the training data too, and what is computed from public data "
                     f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}",
-                    stacklevel=4,
+                    stacklevel=users_level(),
                 )
 
     def refuse_reaching(self, door: str, thing: Any) -> None:
@@ -212,7 +213,7 @@ def _hands(thing: Any) -> Iterator[Any]:
         yield from _of_function(thing)
     elif not isinstance(thing, type):
         yield from getattr(thing, "__dict__", {}).values()
-        called = getattr(type(thing), "__call__", None)
+        called = vars(type(thing)).get("__call__")
         if isinstance(called, FunctionType):
             yield from _of_function(called)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fodp._callers import users_level
 from fodp._checks import DataError
 from fodp.origins import columns_of, origins
 from fodp.row_samples import Rows, halves
@@ -44,13 +45,13 @@ def refuse_repeated(dataset: Any, owners: Any = None) -> None:
         )
 
 
-def warn_of_equal_rows(dataset: Any, owners: Any = None, *, stacklevel: int = 2) -> None:
+def warn_of_equal_rows(dataset: Any, owners: Any = None) -> None:
     """Warn if rows occur again and again that are not likely to do so by chance."""
     if _looks_copied(dataset, owners):
         warnings.warn(
             "rows of the data are equal in every number and occur again and again: if they are copies of one example, "
             f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}",
-            stacklevel=stacklevel + 1,
+            stacklevel=users_level(),
         )
 
 
@@ -74,7 +75,7 @@ def _looks_copied(dataset: Any, owners: Any) -> bool:
 
 
 def _occur_often(groups: list[list[int]], names: Any, read: int, size: int) -> bool:
-    """Whether equal rows, of more than one owner where there are owners, are many or one of them is very often there."""
+    """Whether equal rows, of different owners where there are owners, are many, or one of them is there very often."""
     counts = [len(set(names[group])) if names is not None else len(group) for group in groups]
     pairs = sum(count * (count - 1) / 2 for count in counts)
     copies = 2 * pairs / (read * max(1, read - 1)) * (size - 1)

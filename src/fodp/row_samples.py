@@ -12,7 +12,7 @@ import secrets
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -235,10 +235,10 @@ def _generators_of(dataset: Any) -> list[Any]:
 def _kept(generator: Any) -> Iterator[None]:
     """A generator of the data set's own afterwards stands where it stood."""
     if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-        put_back = generator.set_state
+        state: Any = generator.get_state()
+        put_back: Callable[[Any], Any] = generator.set_state
     elif isinstance(generator, random.Random):
-        state, put_back = generator.getstate(), generator.setstate  # type: ignore[assignment]
+        state, put_back = generator.getstate(), generator.setstate
     else:
         bits = getattr(generator, "bit_generator", None) or generator._bit_generator
         state, put_back = bits.state, lambda before: setattr(bits, "state", before)

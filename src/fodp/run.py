@@ -96,7 +96,7 @@ class Run:
             self.engine = Engine(model, loss_fn, engine)
             self._parameters = tuple(model.parameters())
         self._fetcher, self._own_collate = Fetcher(dataset, collate_fn, owners), collate_fn is not None
-        warn_of_equal_rows(dataset, owners, stacklevel=3)
+        warn_of_equal_rows(dataset, owners)
         private = PrivateData(dataset)
         private.refuse("public_sample", public_sample)
         private.refuse_reaching("public_score", public_score)
