@@ -90,13 +90,14 @@ SIGNS = {
     "joined tensors": TensorDataset(torch.cat([X, X[:10].repeat(9, 1)]), torch.cat([Y, Y[:10].repeat(9)])),
     "indexed tensors": TensorDataset(X[torch.arange(400) % 20], Y[torch.arange(400) % 20]),
     "copied rows": ROWS + [(x.clone(), y) for x, y in RARE] * 1 + [(x.clone(), y) for x, y in RARE],
-    "texts": [(f"a text of several words, the {i % 30}th of them, with {i % 30 * 77} in it", 1) for i in range(300)],
+    "texts": [(" ".join(f"w{(i % 30 + 1) ** k % 997}" for k in range(1, 9)), 1) for i in range(300)],
 }
 SINGLE = {
     "a list": ROWS,
     "one input with two labels": [(x, y) for x, y in ROWS] + [(x, 1 - y) for x, y in ROWS],
     "words": ["good", "bad"] * 20,
     "numbers": [(float(i % 7), i % 2) for i in range(100)],
+    "a row that one column decides": [(i % 90 / 64, float(i % 3), i % 90 > 40) for i in range(1000)],
     "one row": TensorDataset(torch.zeros(50, 3), torch.zeros(50)),
     "XOR": TensorDataset(
         torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).repeat(25, 1), torch.tensor([0, 1, 1, 0] * 25)

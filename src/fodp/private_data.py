@@ -116,8 +116,10 @@ class PrivateData:
     def _are_private(self, public: Any) -> npt.NDArray[np.bool_]:
         """For each record whether it is a private one: the same object, or the same memory."""
         if self._numbers is None:
-            self._numbers = self._known.of(self._data)
-        return np.isin(self._known.of(public), self._numbers)
+            self._numbers = np.sort(self._known.of(self._data))
+        found = self._known.of(public)
+        places = np.searchsorted(self._numbers, found).clip(max=len(self._numbers) - 1)
+        return self._numbers[places] == found if len(self._numbers) else np.zeros(len(found), np.bool_)
 
     def _holds_all_of(self, value: Any) -> bool:
         found = self._are_private(value)

@@ -4,8 +4,10 @@ That places hold one record is seen and refused for views, tables of `datasets`,
 are equal are a sign, no proof: a warning names what to do.
 """
 
+import math
 import warnings
 from collections import Counter, defaultdict
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,17 @@ import numpy as np
 from fodp._callers import users_level
 from fodp._checks import DataError
 from fodp.origins import columns_of, origins
-from fodp.row_samples import Rows, halves
+from fodp.row_samples import Rows, Vector, halves
 
 _ROWS = 2**14
+_COMPARED, _COLUMNS = 512, 64  # rows and columns whose values are counted
+_ROOM = 4.0  # bits: where the columns' values have room for 16 times as many rows, repeats are no matter of course
 _FEWEST_ROWS = 6  # distinct ones, among which equal halves would show
 _OFTEN = 5  # places of one row
 _COPIES = 0.05  # of a row on average
 _BY_CHANCE = 0.1  # of distinct rows share one of their halves: they are made of few values, and repeat by themselves
 
+EQUAL_ROWS = "rows of the data are equal in every number and occur again and again"
 REMEDY = (
     "take each example once, and let a weight be a factor of its loss; if copies are the records of one person, plan "
     "with unit='person' and name the owners"
@@ -49,7 +54,7 @@ def warn_of_equal_rows(dataset: Any, owners: Any = None) -> None:
     """Warn if rows occur again and again that are not likely to do so by chance."""
     if _looks_copied(dataset, owners):
         warnings.warn(
-            "rows of the data are equal in every number and occur again and again: if they are copies of one example, "
+            f"{EQUAL_ROWS}: if they are copies of one example, "
             f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}",
             stacklevel=users_level(),
         )
@@ -59,19 +64,26 @@ def _looks_copied(dataset: Any, owners: Any) -> bool:
     rows = Rows(dataset, _ROWS)
     names = _names(owners, rows.size)
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
-    read = 0
+    read, kept = 0, []  # type: int, list[Vector]
     for here, row in rows:
         matrix = np.concatenate([part for _, part in row], axis=1) if row else np.empty((len(here), 0), np.float32)
         if matrix.shape[1] < 2:
             continue
         read += len(here)
+        kept += [vector[:: max(1, vector.size // _COLUMNS)] for vector in matrix[: max(0, _COMPARED - len(kept))]]
         for place, *marks in zip(here, *(half.tolist() for half in halves(matrix)), strict=True):
             places[marks[0], marks[1]].append(place)
-    if len(places) < _FEWEST_ROWS or len(places) == read:
+    if len(places) < _FEWEST_ROWS or len(places) == read or _room(kept) < math.log2(read) + _ROOM:
         return False
     distinct = [Counter(half) for half in zip(*places, strict=True)]
     by_chance = min(1 - sum(count == 1 for count in half.values()) / len(places) for half in distinct)
     return by_chance <= _BY_CHANCE and _occur_often(list(places.values()), names, read, rows.size)
+
+
+def _room(rows: list[Vector]) -> float:
+    """For how many distinct rows the values of the columns have room, in bits."""
+    columns = zip_longest(*(row.tolist() for row in rows))
+    return math.fsum(math.log2(len({value for value in column if value == value}) or 1) for column in columns)
 
 
 def _occur_often(groups: list[list[int]], names: Any, read: int, size: int) -> bool:

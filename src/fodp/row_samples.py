@@ -63,8 +63,8 @@ class Rows:
         self._dataset, self._columns = dataset, columns_of(dataset)
         self.size = len(self._columns[0]) if self._columns else len(dataset)
         chosen = _places(self.size, min(most, self._at_most()))
-        named = [place for place in beside if place < self.size]
-        self.places = np.union1d(chosen, np.array(named, np.int64))
+        named = {place for place in beside if place < self.size}.difference(chosen.tolist())
+        self.places = np.sort(np.concatenate([chosen, np.array([*named], np.int64)]))
 
     def __iter__(self) -> Iterator[Block]:
         """Each row that can be read, with its place."""
