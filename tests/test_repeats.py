@@ -98,6 +98,7 @@ SINGLE = {
     "words": ["good", "bad"] * 20,
     "numbers": [(float(i % 7), i % 2) for i in range(100)],
     "a row that one column decides": [(i % 90 / 64, float(i % 3), i % 90 > 40) for i in range(1000)],
+    "mostly blank rows": TensorDataset(torch.cat([X, torch.zeros(50, 5)]), torch.cat([Y, torch.zeros(50)])),
     "one row": TensorDataset(torch.zeros(50, 3), torch.zeros(50)),
     "XOR": TensorDataset(
         torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).repeat(25, 1), torch.tensor([0, 1, 1, 0] * 25)

@@ -7,6 +7,7 @@ are equal are a sign, no proof: a warning names what to do.
 import math
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +24,7 @@ _ROOM = 4.0  # bits: where the columns' values have room for 16 times as many ro
 _FEWEST_ROWS = 6  # distinct ones, among which equal halves would show
 _OFTEN = 5  # places of one row
 _COPIES = 0.05  # of a row on average
-_BY_CHANCE = 0.1  # of distinct rows share one of their halves: they are made of few values, and repeat by themselves
+_BY_CHANCE = 0.1  # of distinct rows
 
 EQUAL_ROWS = "rows of the data are equal in every number and occur again and again"
 REMEDY = (
@@ -63,21 +64,38 @@ def warn_of_equal_rows(dataset: Any, owners: Any = None) -> None:
 def _looks_copied(dataset: Any, owners: Any) -> bool:
     rows = Rows(dataset, _ROWS)
     names = _names(owners, rows.size)
-    places: dict[tuple[int, int], list[int]] = defaultdict(list)
-    read, kept = 0, []  # type: int, list[Vector]
+    places: dict[tuple[int, int], list[int]] = defaultdict(list)  # of each distinct row, by the marks of its halves
+    kept: list[Vector] = []
+    read = 0
     for here, row in rows:
         matrix = np.concatenate([part for _, part in row], axis=1) if row else np.empty((len(here), 0), np.float32)
         if matrix.shape[1] < 2:
             continue
         read += len(here)
         kept += [vector[:: max(1, vector.size // _COLUMNS)] for vector in matrix[: max(0, _COMPARED - len(kept))]]
-        for place, *marks in zip(here, *(half.tolist() for half in halves(matrix)), strict=True):
-            places[marks[0], marks[1]].append(place)
-    if len(places) < _FEWEST_ROWS or len(places) == read or _room(kept) < math.log2(read) + _ROOM:
+        even, odd = halves(matrix)
+        for place, *half, blank in zip(here, even.tolist(), odd.tolist(), _are_blank(matrix), strict=True):
+            if not blank:
+                places[half[0], half[1]].append(place)
+    groups = list(places.values())
+    if len(groups) < _FEWEST_ROWS or all(len(group) == 1 for group in groups):
         return False
-    distinct = [Counter(half) for half in zip(*places, strict=True)]
-    by_chance = min(1 - sum(count == 1 for count in half.values()) / len(places) for half in distinct)
-    return by_chance <= _BY_CHANCE and _occur_often(list(places.values()), names, read, rows.size)
+    by_chance = _room(kept) < math.log2(read) + _ROOM or _share_halves(places)
+    return not by_chance and _occur_often(groups, names, read, rows.size)
+
+
+def _share_halves(rows: Iterable[tuple[int, int]]) -> bool:
+    """Whether distinct rows often have a half in common: then they are made of few values, and repeat by themselves."""
+    counts = [Counter(half) for half in zip(*rows, strict=True)]
+    return min(1 - sum(n == 1 for n in count.values()) / count.total() for count in counts) > _BY_CHANCE
+
+
+def _are_blank(rows: Vector) -> list[bool]:
+    """Which rows are one number again and again, but for one, which may be a label: of those there may be many."""
+    width = rows.shape[1]
+    same = np.maximum(*((rows == rows[:, [place]]).sum(1) for place in (0, 1)))
+    found: list[bool] = ((same >= width - 1) & (width > 2)).tolist()
+    return found
 
 
 def _room(rows: list[Vector]) -> float:
