@@ -33,6 +33,7 @@ from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
+from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.run import Run
 from fodp.sampling import Fetcher, Lot
@@ -580,6 +581,26 @@ def a_card_with_words_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.ledger.card._how", lambda record: [own])
 
 
+def doors_not_asked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trainer, "_refuse_private_scores", lambda self: None)
+
+
+def rows_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrivateData, "_share", lambda self, public: 0.0)
+
+
+def public_data_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrivateData, "refuse", lambda self, door, public: None)
+
+
+def repeats_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.sampling.refuse_repeated", lambda dataset, owners=None: None)
+
+
+def equal_rows_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.run.warn_of_equal_rows", lambda dataset, owners=None: None)
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A mistake that no attack sees, and the test that fails for it.
@@ -730,6 +751,30 @@ UNSEEN = (
         "a scaler that is fitted on the private rows let through",
         "integrations/test_sklearn_company.py::test_a_pipeline_that_keeps_its_steps_in_files_is_looked_at_too",
         fitted_steps_let_through,
+        "scores on the data that is trained on",
+        "test_private_data.py::test_a_callback_of_ones_own_and_a_metric_are_looked_at",
+        doors_not_asked,
+    ),
+    Unseen(
+        "a copy of the private rows taken for public data",
+        "test_private_data.py::test_the_private_data_in_any_form_is_refused",
+        rows_not_compared,
+        dict(form="a clone"),
+    ),
+    Unseen(
+        "un-noised moments of a public sample that is private",
+        "test_private_data.py::test_a_public_sample_of_private_rows_is_refused",
+        public_data_not_compared,
+    ),
+    Unseen(
+        "a list that holds a record ten times",
+        "test_repeats.py::test_the_doors_look_before_anything_is_charged",
+        repeats_not_looked_for,
+    ),
+    Unseen(
+        "a data set that indexes i % n",
+        "test_repeats.py::test_repeats_of_one_owners_rows_are_that_persons",
+        equal_rows_not_looked_for,
     ),
     Unseen("`len(dataset)` written into the ledger", "training/test_closed_lists.py::test_files_of_a_trainer"),
     Unseen("one seed for two runs of a budget", "ledger/test_one_seed.py::TestRefused.test_a_second_run_with_the_seed"),

@@ -40,11 +40,13 @@ from fodp.noise.release import Noise
 from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.prefetching import Ahead, workers_for
+from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
 from fodp.ranks.fsdp import is_sharded
 from fodp.ranks.shards import ShardedGradients, Shards
+from fodp.repeats import warn_of_equal_rows
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
 from fodp.shaping.made_up import made_up
@@ -107,9 +109,13 @@ class Run:
         with self.whole():
             self.engine = Engine(model, loss_fn, engine)
             self._parameters = tuple(model.parameters())
-        self._fetcher = Fetcher(dataset, collate_fn)
+        self._fetcher = Fetcher(dataset, collate_fn, owners)
         self._own_collate, self._widths = self._fetcher.batched_by is not None, Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
+        warn_of_equal_rows(dataset, owners)
+        private = PrivateData(dataset)
+        private.refuse("public_sample", public_sample)
+        private.refuse_reaching("public_score", public_score)
         if self.ranks.count > 1 and plan.unit == "person":
             raise ConfigurationError(
                 "several processes divide records among them, and a person's would be clipped on each: train with "

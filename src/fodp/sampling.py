@@ -7,7 +7,6 @@ it is empty, and nothing but the lot itself shows how many records it has: that 
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -16,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     DataLoader,
     IterableDataset,
     Sampler,
-    Subset,
     TensorDataset,
     default_collate,
 )
@@ -31,6 +28,7 @@ from fodp._forms import Form, leaves, mapped
 from fodp._looks import Looks, is_rare
 from fodp.draws import Site, Source, Unkeyable, generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
+from fodp.repeats import refuse_repeated
 from fodp.skips import applies, skipped_indices
 
 Collate = Callable[[list[Any]], Any]
@@ -207,7 +205,9 @@ class LotCollate:
     function is ever given an empty list. Lists with an item for each record are marked (`fodp._forms.Ragged`).
     """
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None, *, counted: bool = False) -> None:
+        if not counted:
+            record_count(dataset)
         self._records = _records(dataset)
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
         self._learned: tuple[Form, Any] | None = None
@@ -244,11 +244,11 @@ class Fetcher:
     draw by PyTorch.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
-        self.size = record_count(dataset)
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None, owners: Any = None) -> None:
+        self.size = record_count(dataset, owners)
         self._records = _records(dataset)
         self._columns = tensor_columns(dataset) if collate_fn is None else None
-        self._collate = LotCollate(dataset, collate_fn)
+        self._collate = LotCollate(dataset, collate_fn, counted=True)
         # How many records to fetch at a time, None where that is not known beforehand.
         self.rows_at_once = None if self._columns is None else _rows_of(self._columns, _FETCHED_AT_ONCE)
         # What makes a batch of many records at once, and could pad them to the longest; None: each is read by itself.
@@ -414,12 +414,19 @@ def collate_lot(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None 
     return Fetcher(dataset, collate_fn).fetch(indices)
 
 
-def record_count(dataset: Any) -> int:
+def record_count(dataset: Any, owners: Any = None) -> int:
     """How many records a map-style data set has; refuses what cannot be sampled record by record.
 
-    A tuple of tensors counts as columns: record i is row i of each. A `Subset` or `ConcatDataset` that holds a record
-    twice is refused: each place is drawn by itself, so such a record weighs twice and has half the privacy.
+    A tuple of tensors counts as columns: record i is row i of each. Data that holds a record twice is refused
+    (`fodp.repeats`), unless `owners` say that both places are one person's.
     """
+    count = _size(dataset)
+    refuse_repeated(dataset, owners)
+    return count
+
+
+def _size(dataset: Any) -> int:
+    """The same, without a look for repeats."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise ConfigurationError(
@@ -441,46 +448,9 @@ def record_count(dataset: Any) -> int:
         )
     else:
         count = len(dataset)
-        _refuse_repeated(dataset)
     if count == 0:
         raise DataError("the data set has no records; private training needs at least one")
     return count
-
-
-def _refuse_repeated(dataset: Any) -> None:
-    """Raise if a view of data sets shows one of their records at two places."""
-    if not isinstance(dataset, Subset | ConcatDataset):
-        return
-    found = np.sort(origins(dataset))
-    again = np.flatnonzero(found[1:] == found[:-1])
-    if len(again):
-        raise DataError(
-            f"the {type(dataset).__name__} holds {len(again)} records a second time, and one example must be one "
-            "record: take each index once (Subset(data, sorted(set(indices)))) and each data set once"
-        )
-
-
-def origins(dataset: Any) -> npt.NDArray[np.int64]:
-    """A number for each record of a view of data sets, the same only for the same record of the same data set."""
-    return _origins(dataset, [])
-
-
-def _origins(dataset: Any, sources: list[Any]) -> npt.NDArray[np.int64]:
-    """The same; `sources` are the data sets so far."""
-    if isinstance(dataset, Subset):
-        inner, chosen = _origins(dataset.dataset, sources), np.asarray(dataset.indices)
-        if chosen.size and chosen.dtype.kind not in "iub":
-            raise DataError(f"the indices of a Subset must be whole numbers, got {_checks.shown(chosen.flat[0])}")
-        try:
-            return inner[chosen.astype(np.int64).reshape(-1)]  # a negative index counts from the end, as in data sets
-        except IndexError as error:
-            raise DataError(f"a Subset names a record that its data set does not have ({error})") from None
-    if isinstance(dataset, ConcatDataset):
-        return np.concatenate([_origins(part, sources) for part in dataset.datasets])
-    if not any(known is dataset for known in sources):
-        sources.append(dataset)
-    earlier = itertools.takewhile(lambda known: known is not dataset, sources)
-    return np.arange(len(dataset), dtype=np.int64) + sum(map(len, earlier))
 
 
 def _common_length(columns: tuple[torch.Tensor, ...]) -> int:
@@ -506,5 +476,5 @@ def tensor_columns(dataset: Any) -> tuple[torch.Tensor, ...] | None:
 
 def _records(dataset: Any) -> Any:
     """The data set as something whose item i is record i."""
-    record_count(dataset)
+    _size(dataset)
     return TensorDataset(*dataset) if isinstance(dataset, tuple) and tensor_columns(dataset) else dataset

@@ -112,9 +112,10 @@ def test_data_and_a_model_of_ones_own(kind, tmp_path):
 def table(tmp_path, target):
     lines = [f"{n % 100},{('Ulm', 'Rome')[n % 2]},{('no', 'yes')[n % 100 > 40]}" for n in range(0, 3000, 7)]
     (tmp_path / "t.csv").write_text("\n".join(["age,town,ill", *lines, ""]))
+    (tmp_path / "own.csv").write_text("\n".join(["age,town,ill", *lines[7:], ""]))
     columns = {"age": {"bounds": [0, 100]}, "town": {"values": ["Ulm", "Bonn"]}, "ill": {"values": ["no", "yes"]}}
     (tmp_path / "s.json").write_text(json.dumps({"public_size": 400, "columns": columns}))
-    words = ("--data", "t.csv", "--schema", "s.json", "--target", target, "--test-data", "t.csv", "--lr", "1")
+    words = ("--data", "own.csv", "--schema", "s.json", "--target", target, "--test-data", "t.csv", "--lr", "1")
     return trained_and_exported(*words)
 
 

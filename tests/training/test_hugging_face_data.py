@@ -22,7 +22,8 @@ def plan(**changes):
 
 def records():
     return [
-        {"input_ids": [1 + (index + k) % 20 for k in range(3 + index % 5)], "label": index % 2} for index in range(ROWS)
+        {"input_ids": [1 + (index + k * (1 + index // 20)) % 20 for k in range(3 + index % 5)], "label": index % 2}
+        for index in range(ROWS)
     ]
 
 

@@ -19,14 +19,14 @@ PLAN = fodp.Plan(
 
 
 def fit(*callbacks):
-    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    inputs = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+    labels = (inputs[:, 0] > 0).long()
     trainer = fodp.Trainer(
         nn.Linear(4, 2),
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        data,
+        TensorDataset(inputs[:40], labels[:40]),
         PLAN,
-        callbacks=[*callbacks, Evaluate(data)],
+        callbacks=[*callbacks, Evaluate(TensorDataset(inputs[40:], labels[40:]))],
     )
     trainer.fit()
     return trainer

@@ -13,6 +13,7 @@ from fodp.training.callbacks import Callback, Evaluate
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS[:, 0] > 0).long()
+OTHERS = INPUTS + 10  # public
 
 
 def losses(model, batch):
@@ -150,7 +151,7 @@ class Dicts(Dataset):
         return 40
 
     def __getitem__(self, index):
-        return {"x": INPUTS[index], "y": LABELS[index]}
+        return {"x": OTHERS[index], "y": LABELS[index]}
 
 
 @pytest.mark.fault(
@@ -163,8 +164,8 @@ class Dicts(Dataset):
 def test_public_data_that_has_no_accuracy(tmp_path, kind):
     public = {
         "dicts": Dicts(),
-        "regression": TensorDataset(INPUTS, INPUTS[:, 0]),
-        "several labels": TensorDataset(INPUTS, (INPUTS[:, :2] > 0).float()),
+        "regression": TensorDataset(OTHERS, OTHERS[:, 0]),
+        "several labels": TensorDataset(OTHERS, (OTHERS[:, :2] > 0).float()),
     }[kind]
     private = TensorDataset(INPUTS, LABELS)
     refused(tmp_path, private, fodp.PrivacyError, "Evaluate computes the accuracy", callbacks=[Evaluate(public)])
@@ -177,7 +178,7 @@ def test_public_data_that_has_no_accuracy(tmp_path, kind):
     costs="nothing",
 )
 def test_a_metric_of_ones_own_is_tried_first(tmp_path):
-    private, public = TensorDataset(INPUTS, LABELS), TensorDataset(INPUTS, INPUTS[:, 0])
+    private, public = TensorDataset(INPUTS, LABELS), TensorDataset(OTHERS, OTHERS[:, 0])
 
     def loss(model, data):
         return {"squared": float((model(data.tensors[0])[:, 0] - data.tensors[1]).square().mean())}

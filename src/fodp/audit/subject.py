@@ -1,6 +1,7 @@
 """What is attacked: anything that makes a trainer for a model, a loss, data and a plan."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from fodp._checks import DataError
 from fodp.clipping.engine import LossFunction
 from fodp.noise import keyed_from
 from fodp.plan import Plan
+from fodp.repeats import EQUAL_ROWS
 from fodp.training.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
@@ -98,7 +100,8 @@ def made(
     taken: attacks plant them, and a pipeline whose data holds one must keep its promise all the same.
     """
     key = hashlib.blake2b(b"%d" % seed, digest_size=32, person=b"fodp.audit").digest()
-    with keyed_from(key) if plan.seed is None else nullcontext():
+    with keyed_from(key) if plan.seed is None else nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=EQUAL_ROWS)  # attacks plant such rows too
         whose = {"owners": owners} if plan.unit == "person" else {}
         trainer = make(model, loss_fn, dataset, plan, **whose)
     trainer.allow_non_finite = True

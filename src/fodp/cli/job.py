@@ -63,6 +63,12 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     own.add_argument("--target", metavar="COLUMN", help="of a table: the column to predict")
     own.add_argument("--schema", metavar="FILE", help="of a table: its public bounds and values (.toml, .json)")
     own.add_argument("--test-data", metavar="FILE", help="a public table to score on (default: no scores)")
+    own.add_argument(
+        "--shared-rows-are-public",
+        action="store_true",
+        default=None,
+        help="rows of the public data that are in the private data too are public all the same",
+    )
     own.add_argument("--assume-size", type=int, metavar="N", help="public size of the data")
     own.add_argument("--classes", type=int, metavar="N", help="of an .npz: public number of classes")
     people = parser.add_argument_group("people with several records (docs/people.md)")
@@ -152,8 +158,14 @@ def setting(item: str) -> tuple[str, Any]:
 
 
 def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
-    """The data, and whose it is where people are protected."""
+    """The data, and whose it is where people are protected. What is public of it is compared with the private."""
+    from fodp.private_data import refuse_private_file
+
+    for option in ("test_data", "public_sample"):
+        if option in config:
+            refuse_private_file(f"--{option.replace('_', '-')}", config[option], config["dataset"])
     splits = _load_records(config, options)
+    _compare(config, splits)
     if config.get("records_per_person") is None:
         for option in ("owners", "person_gradient", "assume_people"):
             if option in config:
@@ -171,6 +183,16 @@ def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
             "--records-per-person is about people: say whose each record is with --owners FILE (of a table: a column)"
         )
     return splits
+
+
+def _compare(config: dict[str, Any], splits: "Splits") -> None:
+    """Refuse public splits that are copies of the private one."""
+    from fodp.private_data import PrivateData, declare_public
+
+    private = PrivateData(splits.train)
+    test = f"--test-data {config['test_data']}" if "test_data" in config else f"the test split of {config['dataset']}"
+    for door, public in ((test, splits.test), (f"the validation split of {config['dataset']}", splits.validation)):
+        private.refuse(door, declare_public(public) if config.get("shared_rows_are_public") else public)
 
 
 def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
@@ -242,17 +264,13 @@ def public_sample(config: dict[str, Any], plan: "Plan", splits: "Splits") -> dic
         return {}
     from fodp.data.loading import public_records
     from fodp.data.models import wants_flat
+    from fodp.private_data import declare_public
 
     shape = plan.algorithm.parts.shape
     if shape is None or shape.shape != "kronecker":
         raise ConfigurationError("--public-sample is looked at by the shape kronecker alone: add --shape kronecker")
-    path, private = Path(config["public_sample"]), Path(config["dataset"])
-    if path.exists() and private.exists() and path.samefile(private):
-        raise ConfigurationError(
-            f"--public-sample {path} is the private data itself, and what is made of it gets no noise: give records "
-            "that are public, or leave it out"
-        )
-    return dict(public_sample=public_records(path, splits.card, flatten=wants_flat(config["model"])))
+    found = public_records(Path(config["public_sample"]), splits.card, flatten=wants_flat(config["model"]))
+    return dict(public_sample=declare_public(found) if config.get("shared_rows_are_public") else found)
 
 
 def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":

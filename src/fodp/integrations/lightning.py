@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # noqa: E402
+from lightning.pytorch.utilities.combined_loader import CombinedLoader  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402
 from torch import nn  # noqa: E402
@@ -31,6 +32,7 @@ from fodp._checks import ConfigurationError  # noqa: E402
 from fodp.accounting import RunningEpsilon  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
+from fodp.private_data import refuse_private  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.training.export import privacy_card  # noqa: E402
 from fodp.training.fitting import stated_epsilon  # noqa: E402
@@ -141,6 +143,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         self._loader: PrivateLoader | None = None
         self._loaded: dict[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
+        self._trained_on: Any = None
         self._running = RunningEpsilon(plan.events(), plan.delta, plan.accountant)
         self._block = max(1, plan.steps // _SHOWN)
 
@@ -217,6 +220,9 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             )
         loop, source = trainer.fit_loop, trainer.fit_loop._data_source
         given = _training_loader(source.dataloader())
+        self._trained_on = given.dataset
+        if trainer.enable_validation:
+            self._refuse_private_rows("the validation data", loop.epoch_loop.val_loop._data_source.dataloader())
         collate = None if given.collate_fn is default_collate else given.collate_fn
         taken_up = self._loaded is not None
         _, _, self._loader = make_private(
@@ -247,6 +253,25 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             vars(results).pop("log", None)
 
         self._undo.append(put_back)
+
+    def _refuse_private_rows(self, door: str, loaders: Any) -> None:
+        """Compare what is scored with the data that is trained on."""
+        if self._trained_on is not None:
+            flat = loaders.flattened if isinstance(loaders, CombinedLoader) else loaders
+            refuse_private(door, flat, self._trained_on)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """After the fit, the rows that were trained on are still private."""
+        self._refuse_private_rows("the test data", trainer.test_dataloaders)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """As for a test."""
+        self._refuse_private_rows("the data to predict", trainer.predict_dataloaders)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """As for a test; in a fit they were compared when it began."""
+        if trainer.state.fn == "validate":
+            self._refuse_private_rows("the validation data", trainer.val_dataloaders)
 
     def _guarded(self, log: Callable[..., None]) -> Callable[..., None]:
         def public_only(fx: str, name: str, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from fodp.integrations._hugging_face import arguments, card, processes
 from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
 from fodp.plan import Plan
+from fodp.private_data import refuse_private
 from fodp.training.callbacks import Callback
 from fodp.training.trainer import Trainer as Private
 
@@ -102,6 +103,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.private: Private | None = None
         self._ledger, self._run_id, self._engine, self._owners = ledger, run_id, engine, owners
         self._eval_data_is_public = eval_data_is_public
+        self._compared: list[Any] = []  # data that is none of the rows that are trained on
         self._refuse_overridden()
         arguments.refuse(args, plan)
         _refuse_pushed_ledger(ledger, args.output_dir)
@@ -117,17 +119,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def _refuse_private_scores(self, dataset: Any, train_dataset: Any) -> None:
         """A score on private rows is private itself, and it would be logged."""
-        parts = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-        if any(part is train_dataset for part in parts):
-            raise ConfigurationError(
-                "the data to evaluate on is the training data, and a score on it has no noise: give other rows, which "
-                "are public"
-            )
+        self._refuse_private_rows("eval_dataset", dataset, train_dataset)
         if not self._eval_data_is_public:
             raise ConfigurationError(
                 "scores on eval_dataset are shown, logged and saved without noise, so it must not be private: say so "
                 "with eval_data_is_public=True, or leave eval_dataset out"
             )
+
+    def _refuse_private_rows(self, door: str, dataset: Any, train_dataset: Any) -> None:
+        """Compare data with the rows that are trained on, once."""
+        if not any(dataset is known for known in self._compared):
+            refuse_private(door, dataset, train_dataset)
+            self._compared.append(dataset)
 
     def _refuse_left_padding(self) -> None:
         """Padded on the left, a row begins where the longest of its lot lets it begin, and its positions are others."""
@@ -287,8 +290,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Of any rows but those that were trained on."""
-        if test_dataset is self.train_dataset:
-            raise ConfigurationError("these are the rows that were trained on; what is predicted for them has no noise")
+        self._refuse_private_rows(
+            "test_dataset (none of the rows that were trained on)", test_dataset, self.train_dataset
+        )
         return super().get_test_dataloader(test_dataset)
 
     # --- folders --------------------------------------------------------------------------------------------------

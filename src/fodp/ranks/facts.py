@@ -16,7 +16,8 @@ import fodp
 from fodp._checks import ConfigurationError
 from fodp.draws import Source
 from fodp.noise import Streams
-from fodp.sampling import Fetcher, origins, tensor_columns
+from fodp.origins import origins
+from fodp.sampling import Fetcher, tensor_columns
 
 _WHOLE = 2**28  # bytes of data that are compared whole; of more, rows at random places
 _ROWS = 2**16  # that many
@@ -88,7 +89,7 @@ def _data(secret: bytes, dataset: Any, fetcher: Fetcher) -> bytes:
         return _hashed(secret, (column.index_select(0, few.to(column.device)) for column in columns))
     view = b""
     if isinstance(dataset, Subset | ConcatDataset):
-        view = _hashed(secret, [torch.from_numpy(origins(dataset))])
+        view = _hashed(secret, [torch.from_numpy(origins(dataset, memory=False))])
     seed = int.from_bytes(secret, "little")
     few = torch.arange(fetcher.size) if fetcher.size <= _RECORDS else places[:_RECORDS].clone()
     read = fetcher.records(few, Source(Streams.seeded(seed), 0, "facts"))

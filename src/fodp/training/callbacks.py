@@ -9,7 +9,7 @@ import io
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -43,6 +43,10 @@ class Callback:
     order = 0
     # False saves a sharded run from making the model whole for it (`fodp.training.attending`).
     looks_at_model = True
+
+    def public_data(self) -> Iterable[Any]:
+        """The data that it takes as public: a fit that trains on rows of it is refused before its first step."""
+        return ()
 
     def on_start(self, trainer: "Trainer") -> None:
         """Before the first step of a fit."""
@@ -126,6 +130,10 @@ class Evaluate(Callback):
         self.metric = metric
         self._epochs = 0
         self.best = 0.0
+
+    def public_data(self) -> Iterable[Any]:
+        """What is scored on."""
+        return (self.dataset,)
 
     def on_start(self, trainer: "Trainer") -> None:
         """Score before anything is released, so that no mistake shows after private steps."""

@@ -21,6 +21,7 @@ from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
+from fodp.private_data import PrivateData
 from fodp.ranks import Turn, refuse_other_group
 from fodp.run import Run
 from fodp.sampling import Collate
@@ -153,6 +154,7 @@ class Trainer:
         self.last_step = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))
         self._planned: int | None = None  # where the run was to end when it began
         self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))
+        self._compared: list[Callback] = []  # whose public data was compared with the private
         self.metrics = Metrics()  # public scores, filled by callbacks
         self.lost_steps = 0
         self.interrupted = self._stopped_early = False
@@ -264,6 +266,7 @@ class Trainer:
         self.interrupted, self._signal, self._stopped_early = False, None, False
         if not self.allow_non_finite:
             refuse_non_finite(self._dataset)
+        self._refuse_private_scores()
         with self.run.whole():
             if self.step == 0:
                 rehearse(self.run, self._dataset)
@@ -292,6 +295,17 @@ class Trainer:
                     self._settle()
                 raise
             self._settle()
+
+    def _refuse_private_scores(self) -> None:
+        """Raise if a callback has the data that is trained on, or a copy of it, in its hands."""
+        private = PrivateData(self._dataset)
+        for callback in self.callbacks:
+            if any(callback is known for known in self._compared):
+                continue
+            for public in callback.public_data():
+                private.refuse(type(callback).__name__, public)
+            private.refuse_reaching(type(callback).__name__, callback)
+            self._compared.append(callback)
 
     def _result(self, is_finite: bool) -> Result:
         if self.step == self.plan.steps:
