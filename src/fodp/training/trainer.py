@@ -27,6 +27,7 @@ from fodp.sampling import Collate
 from fodp.training import checkpoint, sharded
 from fodp.training.attending import ask_for_slices, attended
 from fodp.training.averaged import AveragedWeights
+from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
@@ -362,7 +363,10 @@ class Trainer:
         try:
             release = self.run.take_step()
         except BaseException as error:
-            self._lose_step(error)
+            found = explain_step(self.run, error)
+            self._lose_step(error if found is None else found)
+            if found is not None:
+                raise found from found.__cause__
             raise
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
@@ -387,7 +391,7 @@ class Trainer:
         """A step broke off, perhaps after its lot was drawn: it stays charged, and nothing of it is used."""
         self.lost_steps += self.run.step - self._begun
         self._jumped_to_the_end = self.step >= self.last_step
-        if isinstance(error, PrivacyError):
+        if isinstance(error, PrivacyError) and not isinstance(error, BadRecord):
             self._refused = str(error)
         elif isinstance(error, Exception):
             self.between_steps = True  # model, optimizer and memory are as they were before it
