@@ -194,7 +194,5 @@ def test_words_beyond_an_embedding():
             return self.head(self.table(rows).mean(1))
 
     run = fodp.Trainer(Bag(), losses, TensorDataset(words, LABELS), plan())
-    with pytest.raises(
-        fodp.DataError, match="outside of 0 to 9, the rows of an embedding"
-    ):
+    with pytest.raises(fodp.DataError, match="outside of 0 to 9, the rows of an embedding"):
         run.fit()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _TRIED_ALONE = 8  # records that are asked whether they fail too
 _MEND = "mend or drop that record"
+_NONE = Reason("None where a value is expected")
+_NOTHING = "Nothing was released or charged"
 Trial = Callable[[list[int]], None]  # of records with these numbers; raises what they raise
 
 
@@ -98,6 +100,8 @@ def explained(
     trial: Trial, numbers: Sequence[int], error: BaseException, fetcher: Fetcher | None = None
 ) -> DataError | None:
     """What to say of an exception: which record raises it alone, or what all of them have that does not fit."""
+    if isinstance(error, DataError) and fetcher is not None:
+        return _missing(fetcher, numbers)  # of a collate function that leaves it out
     if isinstance(error, PrivacyError | MemoryError | torch.OutOfMemoryError) or not isinstance(error, Exception):
         return None
     some = sorted(set(numbers))
@@ -113,6 +117,8 @@ def explained(
     others = [number for number in dict.fromkeys([some[-1], some[0], *spread, *some]) if number != guilty]
     is_alone = any(_failure(trial, [number]) is None for number in others[:_TRIED_ALONE])
     reason = failure.reason
+    if reason is None and fetcher is not None and _missing(fetcher, [guilty]) is not None:
+        reason = _NONE
     if is_alone:
         what = failure.what if reason is None else f"has {reason.what}"
         found = BadRecord(f"record {guilty} of the data set {what}: {_MEND if reason is None else reason.fix(_MEND)}")
@@ -182,9 +188,7 @@ def _batch(fetcher: Fetcher, numbers: list[int]) -> Any:
     try:
         return fetcher.made_batch(records)
     except Exception as error:
-        empty = len(records) == 1 and _has_none(records[0])
-        reason = Reason("None where a value is expected") if empty else None
-        raise _Stage(f"cannot be made a batch: collating raised {type(error).__name__}", reason) from error
+        raise _Stage(f"cannot be made a batch: collating raised {type(error).__name__}", None) from error
 
 
 def _failure(trial: Trial, numbers: list[int]) -> _Stage | None:
@@ -204,6 +208,16 @@ def _narrowed(trial: Trial, numbers: list[int]) -> int | None:
             return None
         numbers = halves[0]
     return numbers[0]
+
+
+def _missing(fetcher: Fetcher, numbers: Sequence[int]) -> DataError | None:
+    """Of the first of these records that has None somewhere."""
+    if fetcher.rows_at_once is None:
+        with suppress(Exception):
+            for number in numbers:
+                if _has_none(fetcher.records_of([number])[0]):
+                    return BadRecord(f"record {number} of the data set has {_NONE.what}: {_MEND}")
+    return None
 
 
 def _unlike(fetcher: Fetcher, numbers: list[int]) -> DataError | None:
@@ -232,12 +246,9 @@ def refuse_unlike(dataset: Any) -> None:
     first = _form(dataset[0])
     for number, record in enumerate(dataset):
         if _has_none(record):
-            raise DataError(
-                f"record {number} of the data set has None where a value is expected: {_MEND}. Nothing was released or "
-                "charged"
-            )
+            raise DataError(f"record {number} of the data set has {_NONE.what}: {_MEND}. {_NOTHING}")
         if _form(record) != first:
-            raise DataError(f"{unlike(number)}. Nothing was released or charged")
+            raise DataError(f"{unlike(number)}. {_NOTHING}")
 
 
 def _form(record: Any) -> Any:

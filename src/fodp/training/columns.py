@@ -11,6 +11,8 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fodp.sampling import tensor_columns
 
+_LEAST = -(2**62)  # stands for what is missing
+_MOST = 2**25  # numbers in lists that are looked at
 _KINDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -61,7 +63,14 @@ def _of_records(records: Any) -> list[Tensor]:
     else:
         return []
     wanted = [name for name in names if _is_whole(first[name])]
-    return [torch.tensor([int(record[name]) for record in records]) for name in wanted]
+    return [torch.tensor([_whole(_part(record, name)) for record in records]) for name in wanted]
+
+
+def _part(record: Any, name: Any) -> Any:
+    try:
+        return record[name]
+    except (TypeError, LookupError):  # a record that is not like the first
+        return None
 
 
 def _is_whole(value: Any) -> bool:
@@ -70,11 +79,36 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _whole(value: Any) -> int:
+    """What is no whole number counts as less than all: it is the first to be tried."""
+    return int(value) if _is_whole(value) else _LEAST
+
+
 def _of_hugging_face(dataset: Any) -> list[Tensor]:
-    """Of `datasets.Dataset`: the columns of whole numbers; lists of them are not read."""
-    plain = dataset.with_format("numpy")
-    found = []
-    for name, feature in dataset.features.items():
-        if str(getattr(feature, "dtype", "")).startswith(("int", "uint")) and not isinstance(feature, list):
-            found.append(torch.as_tensor(np.asarray(plain[name])))
-    return found
+    """Of `datasets.Dataset`: columns of whole numbers; of a column of lists each row's smallest, and its largest."""
+    plain: Any = dataset.with_format("arrow")[:]  # memory-mapped, in the order of the data set
+    found: list[Tensor] = []
+    of_lists: list[Tensor] = []
+    for name in dataset.column_names:
+        cells = plain[name]
+        kind = str(cells.type)
+        if kind.startswith(("int", "uint")):
+            found.append(_filled(cells))
+        elif kind.startswith(("list<", "large_list<")) and kind.partition(": ")[2].startswith(("int", "uint")):
+            of_lists += _of_lists(cells)
+    return [*found, *of_lists]  # labels are more often numbers than lists
+
+
+def _of_lists(cells: Any) -> list[Tensor]:
+    from pyarrow import compute
+
+    values, rows = (function(cells) for function in (compute.list_flatten, compute.list_parent_indices))
+    if not 0 < len(values) <= _MOST:
+        return []
+    numbers, of_row = _filled(values), torch.tensor(rows.to_numpy())
+    least = torch.zeros(len(cells), dtype=torch.int64).scatter_reduce(0, of_row, numbers, "amin")
+    return [least, torch.zeros_like(least).scatter_reduce(0, of_row, numbers, "amax")]
+
+
+def _filled(cells: Any) -> Tensor:
+    return torch.tensor(cells.cast("int64").fill_null(_LEAST).to_numpy())

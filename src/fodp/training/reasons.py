@@ -92,6 +92,11 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Reason | None:
 
 
 def _targets(input: Tensor, target: Tensor, *_: Any, **__: Any) -> Reason | None:
+    if target.dim() < input.dim():
+        return Reason(
+            f"one number for a label, where the loss takes {input.shape[-1]}, one for each score",
+            "give the number of a class as a whole number (int64), or one number for each class",
+        )
     if target.is_floating_point():
         return None
     kind = str(target.dtype).removeprefix("torch.")

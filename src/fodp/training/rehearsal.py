@@ -16,7 +16,7 @@ from fodp.training.columns import whole_numbers
 if TYPE_CHECKING:
     from fodp.run import Run
 
-_COLUMNS = 4  # of whole numbers that records are chosen by
+_COLUMNS = 6  # of whole numbers that records are chosen by
 
 
 def rehearse(run: "Run", dataset: Any) -> None:
