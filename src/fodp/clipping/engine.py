@@ -7,7 +7,6 @@ with the one-example loop, and looks whether examples of a whole lot stay apart;
 computes every example's gradient from that example alone and is always right.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
@@ -310,10 +310,9 @@ class Engine:
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True
-        warnings.warn(
+        _checks.warn(
             f"per-example gradients run one example at a time, which is slow: {reason}. Layers must keep the "
-            "examples apart, in their first dimension, and parameters be used by their own modules only",
-            stacklevel=2,
+            "examples apart, in their first dimension, and parameters be used by their own modules only"
         )
 
 

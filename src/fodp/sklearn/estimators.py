@@ -1,7 +1,6 @@
 """The three estimators: a model, a plan from declared public numbers, and one private fit by `fodp.Trainer`."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,16 +108,14 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     def _say_what_is_unsafe(self, plan: Plan) -> None:
         size = self._declared_size()
         if plan.delta >= 1 / size:
-            warnings.warn(
+            _checks.warn(
                 f"delta {plan.delta:g} is not below 1/{size}, one over the public size: publishing one row drawn at "
-                f"random would satisfy it. A smaller one: {0.1 / size:.0e}",
-                stacklevel=4,
+                f"random would satisfy it. A smaller one: {0.1 / size:.0e}"
             )
         if plan.seed is not None:
-            warnings.warn(
+            _checks.warn(
                 "random_state makes masks and noise repeatable, for research: whoever knows it subtracts the noise. "
-                "Leave it None for data of real people",
-                stacklevel=4,
+                "Leave it None for data of real people"
             )
 
     def _model(self, inputs: int, outputs: int) -> nn.Module:

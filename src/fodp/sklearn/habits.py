@@ -7,7 +7,6 @@ What it cannot see, such as a scaler that was fitted by hand before, is listed i
 import hashlib
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
@@ -21,6 +20,7 @@ from sklearn.pipeline import FeatureUnion, Pipeline
 from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, PolynomialFeatures
 from sklearn.utils import get_tags
 
+from fodp import _checks
 from fodp._checks import ConfigurationError
 
 # Modules of scikit-learn whose functions and estimators fit one estimator several times, on parts of the data.
@@ -73,20 +73,18 @@ def warn_of_more_fits(tensors: tuple[torch.Tensor, ...], charged: bool) -> None:
     mark = _mark(tensors[0])
     _fitted[mark] += 1
     if _fitted[mark] > 1 and not charged:
-        warnings.warn(
+        _checks.warn(
             f"this is private fit number {_fitted[mark]} on the same rows, and each spends its own epsilon: together "
-            "they are not private with that of one. Give all of them ledger=, which adds up and keeps to a budget",
-            stacklevel=4,
+            "they are not private with that of one. Give all of them ledger=, which adds up and keeps to a budget"
         )
 
 
 def warn_of_private_score(inputs: torch.Tensor) -> None:
     """Warn if a score is asked for on the very rows that a private fit of this process was given."""
     if _mark(inputs) in _fitted:
-        warnings.warn(
+        _checks.warn(
             "these are rows that a private fit was given: their score is a private number that no epsilon covers, do "
-            "not publish it. Score on data that is public",
-            stacklevel=3,
+            "not publish it. Score on data that is public"
         )
 
 
@@ -145,9 +143,8 @@ def _is_public(step: Any) -> bool:
 
 def _warn_of(learnt: list[str]) -> None:
     if learnt:
-        warnings.warn(
+        _checks.warn(
             f"{', '.join(learnt)} in front of this estimator was fitted on the private data without noise, and leaves "
             "with the pipeline: no epsilon covers it. Declare bounds= or schema= instead, which clip and scale by "
-            "public numbers, or fit it on public data and wrap it in sklearn.frozen.FrozenEstimator",
-            stacklevel=4,
+            "public numbers, or fit it on public data and wrap it in sklearn.frozen.FrozenEstimator"
         )

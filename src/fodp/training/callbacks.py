@@ -8,7 +8,6 @@ import csv
 import io
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -208,7 +207,7 @@ class EarlyStopping(Callback):
         """Compare the newest value."""
         if not self._warned and trainer.metrics.new and self.metric not in trainer.metrics:
             known, self._warned = ", ".join(sorted(trainer.metrics)), True
-            warnings.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}", stacklevel=2)
+            _checks.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}")
         if self.metric not in trainer.metrics.new:
             return
         score = trainer.metrics[self.metric]

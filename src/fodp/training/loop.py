@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError, DataError
+from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
@@ -36,6 +37,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer
 from fodp.training.loss_watch import LossWatch
+from fodp.training.order import refuse_other_order
 from fodp.training.padding import compare_alone
 from fodp.training.parts import LotParts, blocks_of
 from fodp.training.recorder import LOOP, TRAINER, Recorder
@@ -46,6 +48,7 @@ from fodp.training.resuming import LoopKeeper
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@in_our_words("make_private")
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -112,6 +115,7 @@ def make_private(
         >>> loader.epsilon() == plan.epsilon()
         True
     """
+    refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     if plan.unit == "person":
         raise ConfigurationError(

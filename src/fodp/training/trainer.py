@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fodp import _checks, accounting
 from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyError
+from fodp._words import in_our_words
 from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
 from fodp.ledger import Account, Ledger
@@ -33,6 +34,7 @@ from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
+from fodp.training.order import refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -81,6 +83,7 @@ class Trainer:
     inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
     """
 
+    @in_our_words("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -107,6 +110,7 @@ class Trainer:
         pin_memory: bool = False,
         public_sample: Any = None,
     ):
+        refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
             raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
