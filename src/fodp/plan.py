@@ -79,7 +79,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("sampling_rate", "steps", "lot_size", "clip_norm", "noise_multiplier", "delta", "seed"):
             object.__setattr__(self, name, _checks.builtin(getattr(self, name)))
-        _checks.together(*_field_checks(vars(self)), self._check_params, self._check_unit)
+        _checks.together(*field_checks(vars(self)), self._check_params, self._check_unit)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         for numbers in self._numbers().values():
             _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
@@ -260,7 +260,7 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
             _unknown_field(name, public[name]) for name in sorted(public.keys() - {f.name for f in fields(Plan)})
         ]
         if unknown:
-            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*_field_checks(public)))]))
+            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*field_checks(public)))]))
         init(self, **public)
         if _checks.called_by_the_user():
             warn_of_little_privacy(self)
@@ -277,7 +277,7 @@ def _unknown_field(name: str, value: Any) -> str:
     return f"a plan has no field {name!r}; it knows {', '.join(sorted(f.name for f in fields(Plan)))}"
 
 
-def _field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
+def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
     """The checks of single fields, of those that are given."""
     known: dict[str, Callable[[str, Any], object]] = {
         "sampling_rate": _checks.fraction,

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fodp: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        print("fodp: interrupted", file=sys.stderr)
+        print(": ".join(["fodp: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError, DataError
+from fodp._files import refuse_unwritable
 from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Points
@@ -214,6 +215,8 @@ class PrivateLoader:
         self._run.refuse_lot_in_hand()
         self._run.take_iterate()
         if self._run.ranks.is_first:
+            refuse_unwritable(Path(path))
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._keeper.save(Path(path))
 
     @contextmanager
