@@ -1,13 +1,14 @@
 """Words that other libraries have for what is called otherwise here, and what is said to them."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from fodp._checks import ConfigurationError, listed
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Of a plan; a test compares.
 FIELDS = frozenset(
@@ -79,7 +80,7 @@ def option(word: str) -> str | None:
     return None if name is None else name.option
 
 
-def unknown(door: str, word: str, known: Iterable[str], *, has_plan: bool = True) -> str:
+def unknown(door: str, word: str, known: Collection[str], *, has_plan: bool = True) -> str:
     """A sentence about an argument that a door does not have."""
     no = f"{door} has no argument {word!r}"
     if _OF_ARGUMENTS.get(word) in known:

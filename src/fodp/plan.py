@@ -305,12 +305,14 @@ _LARGE_RATE = 1e4
 
 def odd_delta(plan: Plan) -> list[str]:
     """A sentence about a δ that is allowed and hardly meant."""
-    least = min(_LARGE_DELTA, plan.sampling_rate / plan.lot_size)  # the latter is one over the size that the plan tells
+    size = plan.lot_size / plan.sampling_rate  # as far as the plan tells
+    least = min(_LARGE_DELTA, 1 / size)
     if plan.delta <= least:
         return []
+    why = "" if least == _LARGE_DELTA else f", one over the {size:.3g} records that lot_size / sampling_rate tells of"
     return [
-        f"delta {plan.delta:g} is above {least:.2g}: publishing that share of the records as they are would satisfy "
-        f"it. Take a tenth of one over a public guess of their number, such as {0.1 * least:.0e}"
+        f"delta {plan.delta:g} is above {least:.2g}{why}: publishing that share of the records as they are would "
+        f"satisfy it. Take a tenth of one over a public guess of their number, such as {0.1 * least:.0e}"
     ]
 
 

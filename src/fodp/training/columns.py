@@ -100,7 +100,7 @@ def _of_hugging_face(dataset: Any) -> list[Tensor]:
 
 
 def _of_lists(cells: Any) -> list[Tensor]:
-    from pyarrow import compute
+    from pyarrow import compute  # type: ignore[import-not-found]  # `datasets` brings it
 
     values, rows = (function(cells) for function in (compute.list_flatten, compute.list_parent_indices))
     if not 0 < len(values) <= _MOST:
