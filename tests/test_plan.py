@@ -65,7 +65,9 @@ def test_bad_numbers_are_refused_by_name(changes, message):
 def test_a_missing_sigma_or_unknown_field_is_refused():
     with pytest.raises(TypeError, match="noise_multiplier"):
         fodp.Plan(**{k: v for k, v in PAPER.items() if k != "noise_multiplier"})
-    with pytest.raises(fodp.ConfigurationError, match="a plan has no field 'sigma'; it knows"):
+    with pytest.raises(fodp.ConfigurationError, match="a plan has no field 'sygma'; it knows"):
+        plan(sygma=1.0)
+    with pytest.raises(fodp.ConfigurationError, match="a plan has no field 'sigma': here it is noise_multiplier"):
         plan(sigma=1.0)
 
 

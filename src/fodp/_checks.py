@@ -1,9 +1,17 @@
 """Argument checks: each names the value, the rule and the fix, and stops before any data is touched."""
 
 import math
-from collections.abc import Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
+
+# Packages that call each other on the user's behalf: a warning points at the first line that is in none of them.
+_NOT_THE_USERS = (
+    "fodp", "fodp_lab", "torch", "transformers", "accelerate", "lightning", "lightning_utilities", "pytorch_lightning",
+    "sklearn", "joblib", "imblearn", "dataclasses", "contextlib", "functools", "threading",
+)  # fmt: skip
 
 
 class PrivacyError(ValueError):
@@ -27,6 +35,52 @@ class LedgerError(PrivacyError):
 
 class BudgetError(PrivacyError):
     """The budget or target ε does not allow this: wait, ask for less, or raise the limit if you may."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn about the user's line: the first one on the way here that is in no library."""
+    warnings.warn(message, category, stacklevel=_levels_to_the_user())
+
+
+def _levels_to_the_user() -> int:
+    frame, level = sys._getframe(2), 2  # of whoever called `warn`
+    while str(frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_USERS:
+        if frame.f_back is None:
+            return 2  # nobody else: a command
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def called_by_the_user(depth: int = 2) -> bool:
+    """Whether the function that many calls up was called from outside of these libraries."""
+    return str(sys._getframe(depth).f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One problem as it is, several with numbers, in one message."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} things to mend: " + "; ".join(f"({n}) {text}" for n, text in enumerate(problems, 1))
+
+
+def together(*checks: Callable[[], object]) -> None:
+    """Make all checks, and raise one error for all that refuse."""
+    refused = refusals(*checks)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise ConfigurationError(listed([str(error) for error in refused]))
+
+
+def refusals(*checks: Callable[[], object]) -> list[ConfigurationError]:
+    """What the checks refuse."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ConfigurationError as error:
+            found.append(error)
+    return found
 
 
 def shown(value: object) -> str:

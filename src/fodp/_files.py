@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fodp._checks import ConfigurationError
 from fodp._forks import Owner
 
 _SPARE = 2**20  # bytes kept for the small files that a run still writes when the disk is full
@@ -110,6 +111,14 @@ def _allocate(handle: int, size: int) -> None:
         os.write(handle, zeros[:missing])
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Raise unless a file of this name can be written, with the folders that are still to be made."""
+    folder = next((parent for parent in path.parents if parent.exists()), path.parent)
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        reason = "it is a folder" if path.is_dir() else f"{folder} is no folder that may be written into"
+        raise ConfigurationError(f"{path} cannot be written: {reason}; name a file in a folder of your own")
+
+
 class Hold:
     """A file that one living process holds: the system lets go of it when the process ends, however it ends."""
 
@@ -134,6 +143,11 @@ class Hold:
             else:  # whoever held it has just removed it
                 os.close(handle)
         return True
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds it."""
+        return self._handle is not None
 
     def leave(self) -> None:
         """Let go, and remove the file."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
-from fodp import _checks, accounting
+from fodp import _checks, _words, accounting
 from fodp._checks import ConfigurationError
 from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase, rounded_up
 from fodp.described import Described, protected_unit
@@ -72,21 +72,8 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("sampling_rate", "steps", "lot_size", "clip_norm", "noise_multiplier", "delta", "seed"):
             object.__setattr__(self, name, _checks.builtin(getattr(self, name)))
-        _checks.fraction("sampling_rate", self.sampling_rate)
-        _checks.whole("steps", self.steps, maximum=MOST_STEPS)
-        for name in ("lot_size", "noise_multiplier"):
-            _checks.positive(name, getattr(self, name))
-        _checks.clip_norm("clip_norm", self.clip_norm)
+        _checks.together(*field_checks(vars(self)), self._check_params, self._check_unit)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
-        _checks.open_fraction("delta", self.delta)
-        _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
-        if self.seed is not None:
-            _checks.whole("seed", self.seed, minimum=0)
-        if not isinstance(self.exact_noise, bool):
-            raise ConfigurationError(f"exact_noise must be True or False, got {_checks.shown(self.exact_noise)}")
-        self._check_unit()
-        if not isinstance(self.params, Mapping):
-            raise ConfigurationError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
         for numbers in self._numbers().values():
             _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
             self._check_scale(
@@ -106,6 +93,12 @@ class Plan:
         asked = [f for f in fields(self) if f.name in given]
         shown = {f.name: given[f.name] for f in asked if _required(f) or given[f.name] not in (f.default, {})}
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def _check_params(self) -> None:
+        if not isinstance(self.params, Mapping):
+            raise ConfigurationError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
+        if isinstance(self.method, str) and self.method in METHODS:  # else that is what is told
+            _ = self.algorithm
 
     def _check_unit(self) -> None:
         _checks.one_of("unit", self.unit, UNITS)
@@ -213,7 +206,10 @@ class Plan:
             if plans[-1][0] > 1.1 * min(noise for noise, _ in plans):
                 break  # it falls and then rises
         least = min(noise for noise, _ in plans)
-        return next(plan for noise, plan in plans if noise <= 1.01 * least)
+        found = next(plan for noise, plan in plans if noise <= 1.01 * least)
+        if _checks.called_by_the_user():
+            warn_of_little_privacy(found, target_epsilon)
+        return found
 
     def _calibrated(self, target_epsilon: float) -> "Plan":
         template = self
@@ -256,21 +252,97 @@ class Plan:
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Refuse an unknown field of a plan by name, where Python would speak of an unexpected keyword argument."""
+    """Refuse unknown fields of a plan by name, where Python would speak of an unexpected keyword argument.
+
+    Whatever is wrong with the other fields stands in the same message. A plan of the user's that says little about
+    privacy is made, with a warning.
+    """
 
     @wraps(init)
     def checked(self: Plan, **public: Any) -> None:
-        known = {f.name for f in fields(Plan)}
-        for name in sorted(public.keys() - known):
-            if any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
-                raise ConfigurationError(
-                    f"{name} is a parameter of the method: put it into params, "
-                    f"params=dict({name}={_checks.shown(public[name])})"
-                )
-            raise ConfigurationError(f"a plan has no field {name!r}; it knows {', '.join(sorted(known))}")
+        unknown = [
+            _unknown_field(name, public[name]) for name in sorted(public.keys() - {f.name for f in fields(Plan)})
+        ]
+        if unknown:
+            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*field_checks(public)))]))
         init(self, **public)
+        if _checks.called_by_the_user():
+            warn_of_little_privacy(self)
 
     return checked
+
+
+def _unknown_field(name: str, value: Any) -> str:
+    if any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
+        return f"{name} is a parameter of the method: put it into params, params=dict({name}={_checks.shown(value)})"
+    here = _words.answer(name)
+    if here is not None:
+        return f"a plan has no field {name!r}: here it is {here}"
+    return f"a plan has no field {name!r}; it knows {', '.join(sorted(f.name for f in fields(Plan)))}"
+
+
+def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
+    """The checks of single fields, of those that are given."""
+    known: dict[str, Callable[[str, Any], object]] = {
+        "sampling_rate": _checks.fraction,
+        "steps": lambda name, value: _checks.whole(name, value, maximum=MOST_STEPS),
+        "lot_size": _checks.positive,
+        "noise_multiplier": _checks.positive,
+        "clip_norm": _checks.clip_norm,
+        "delta": _checks.open_fraction,
+        "accountant": lambda name, value: _checks.one_of(name, value, ACCOUNTANTS),
+        "seed": lambda name, value: value is None or _checks.whole(name, value, minimum=0),
+        "exact_noise": _check_switch,
+        "method": lambda name, value: find(value),
+    }
+    return [partial(check, name, given[name]) for name, check in known.items() if name in given]
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {_checks.shown(value)}")
+
+
+_LARGE_DELTA, _LARGE_EPSILON, _SMALL_EPSILON = 1e-3, 50.0, 0.01
+_LARGE_RATE = 1e4
+
+
+def odd_delta(plan: Plan) -> list[str]:
+    """A sentence about a δ that is allowed and hardly meant."""
+    size = plan.lot_size / plan.sampling_rate  # as far as the plan tells
+    least = min(_LARGE_DELTA, 1 / size)
+    if plan.delta <= least:
+        return []
+    why = "" if least == _LARGE_DELTA else f", one over the {size:.3g} records that lot_size / sampling_rate tells of"
+    return [
+        f"delta {plan.delta:g} is above {least:.2g}{why}: publishing that share of the records as they are would "
+        f"satisfy it. Take a tenth of one over a public guess of their number, such as {0.1 * least:.0e}"
+    ]
+
+
+def odd_strength(plan: Plan, target_epsilon: float | None) -> list[str]:
+    """Sentences about a target ε and a learning rate that are allowed and hardly meant."""
+    found = []
+    if target_epsilon is not None and target_epsilon > _LARGE_EPSILON:
+        found.append(
+            f"target epsilon {target_epsilon:g} promises next to nothing: what is seen may be e^{target_epsilon:g} "
+            "times likelier with a record than without. Usual are 1 to 10"
+        )
+    if target_epsilon is not None and target_epsilon < _SMALL_EPSILON:
+        found.append(
+            f"target epsilon {target_epsilon:g} takes so much noise that hardly anything is learnt from fewer than "
+            "millions of records. Usual are 1 to 10"
+        )
+    rate = plan.params.get("lr")
+    if isinstance(rate, int | float) and rate > _LARGE_RATE:
+        found.append(f"lr {rate:g} moves weights by noise alone: training will diverge. Usual are 0.001 to 10, or auto")
+    return found
+
+
+def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> None:
+    """Warn about a plan's odd numbers, in the line of the user who made it."""
+    for sentence in [*odd_delta(plan), *odd_strength(plan, target_epsilon)]:
+        _checks.warn(sentence)
 
 
 Plan.__init__ = _in_words(Plan.__init__)  # type: ignore[method-assign]

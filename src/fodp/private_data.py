@@ -8,7 +8,6 @@ import dis
 import filecmp
 import functools
 import math
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fodp._callers import users_level
+from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.origins import Origins, columns_of, held_by
 from fodp.row_samples import Marks, marks_of
@@ -94,10 +93,9 @@ class PrivateData:
                     f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
                 )
             if share >= _SOME:
-                warnings.warn(
+                _checks.warn(
                     f"{door}: some of these rows are in the training data too, and what is computed from public data "
-                    f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}",
-                    stacklevel=users_level(),
+                    f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
                 )
 
     def refuse_reaching(self, door: str, thing: Any) -> None:

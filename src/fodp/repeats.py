@@ -5,7 +5,6 @@ are equal are a sign, no proof: a warning names what to do.
 """
 
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fodp._callers import users_level
+from fodp import _checks
 from fodp._checks import DataError
 from fodp.origins import columns_of, origins
 from fodp.row_samples import Rows, Vector, halves
@@ -54,10 +53,9 @@ def refuse_repeated(dataset: Any, owners: Any = None) -> None:
 def warn_of_equal_rows(dataset: Any, owners: Any = None) -> None:
     """Warn if rows occur again and again that are not likely to do so by chance."""
     if _looks_copied(dataset, owners):
-        warnings.warn(
+        _checks.warn(
             f"{EQUAL_ROWS}: if they are copies of one example, "
-            f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}",
-            stacklevel=users_level(),
+            f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}"
         )
 
 

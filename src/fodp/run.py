@@ -1,7 +1,6 @@
 """A run: the five verbs on real data. Data only moves to the right; noise is added at `release`."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -703,10 +702,9 @@ class Run:
         if self.adaptive_clip is not None:
             self.adaptive_clip.clip_norm = float(state["clip_norm"])
         if self.plan.seed is not None and state["kernels"] != (kernels.library() is not None):
-            warnings.warn(
+            _checks.warn(
                 "this run began " + ("with" if state["kernels"] else "without") + " compiled kernels and goes on "
-                "otherwise: the last bits of seeded noise will differ from those of a run without a break",
-                stacklevel=2,
+                "otherwise: the last bits of seeded noise will differ from those of a run without a break"
             )
 
     def whose_turn(self, step: int) -> Tensor | None:

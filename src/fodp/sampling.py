@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from fodp import _checks
 from fodp._checks import ConfigurationError, DataError, PrivacyError
+from fodp._datasets import refuse_foreign
 from fodp._forms import Form, leaves, mapped
 from fodp._looks import Looks, is_rare
 from fodp.draws import Site, Source, Unkeyable, generators_kept
@@ -221,6 +222,10 @@ class LotCollate:
         form, empty = self._learn()
         return form.marked(self._collate(records), len(records)) if records else form.emptied(empty)
 
+    def plainly(self, records: list[Any]) -> Any:
+        """What the collate function itself makes of them."""
+        return self._collate(records)
+
     def _learn(self) -> tuple[Form, Any]:
         if self._learned is None:
             foreign = foreign_state()
@@ -286,6 +291,14 @@ class Fetcher:
     def forms(self) -> tuple[torch.Tensor, ...] | None:
         """Empty columns: the shapes and types of records that are tensors, which are public; None where they differ."""
         return None if self._columns is None else tuple(column[:0] for column in self._columns)
+
+    def records_of(self, numbers: list[int]) -> list[Any]:
+        """Some records as the data set gives them, without draws of their own."""
+        return self._read_plainly(numbers)
+
+    def made_batch(self, records: list[Any]) -> Any:
+        """What collating makes of some records, not compared with any other batch."""
+        return self._collate.plainly(records)
 
     def records(self, indices: torch.Tensor, source: Source) -> list[Any]:
         """These records as the data set gives them, not yet a batch."""
@@ -438,10 +451,11 @@ def _size(dataset: Any) -> int:
             f"{kind} is an iterable data set, which cannot be Poisson sampled; load its records into a "
             "map-style Dataset (__len__ and __getitem__), for example a TensorDataset or list(dataset)"
         )
+    refuse_foreign(dataset)
     columns = tensor_columns(dataset)
     if columns is not None:
         count = _common_length(columns)
-    elif isinstance(dataset, Mapping) or not all(hasattr(dataset, m) for m in ("__len__", "__getitem__")):
+    elif not all(hasattr(dataset, m) for m in ("__len__", "__getitem__")):
         raise DataError(
             f"{kind} is not a map-style data set: it needs __len__, and __getitem__ for records 0 to len-1; "
             "wrap it in a torch.utils.data.Dataset or TensorDataset"
@@ -456,7 +470,10 @@ def _size(dataset: Any) -> int:
 def _common_length(columns: tuple[torch.Tensor, ...]) -> int:
     lengths = {column.shape[:1] for column in columns}
     if len(lengths) != 1 or lengths == {()}:
-        raise DataError("the tensors of a data set must share their leading dimension, the records")
+        raise DataError(
+            "the tensors of a data set must share their leading dimension, the records: give each a row for every "
+            "record"
+        )
     return lengths.pop()[0]
 
 

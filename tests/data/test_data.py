@@ -240,7 +240,7 @@ class TestNamedDataSets:
             load("cifar10", tmp_path, **SIZES)
         images, labels = pixels(100)
         write_npz(tmp_path, "cifar10", images, np.full_like(labels, 57))
-        with refused("must lie in 0..9 for 10 classes, found 57"):
+        with refused("must lie in 0..9 for 10 classes; that of example"):
             load("cifar10", tmp_path, **SIZES)
 
 
@@ -402,9 +402,9 @@ class TestOwnData:
             ({"train_labels": None}, "lacks train_labels"),
             ({"train_images": None, "test_labels": None}, "lacks train_images, test_labels"),
             ({"train_labels": np.zeros(TRAIN - 1, int)}, "15 examples but train_labels 14; they must match"),
-            ({"train_labels": np.full(TRAIN, 10)}, "must lie in 0..9 for 10 classes, found 10"),
+            ({"train_labels": np.full(TRAIN, 10)}, "must lie in 0..9 for 10 classes; that of example 0 does not"),
             ({"test_labels": np.full(TEST, -1)}, "test_labels of"),
-            ({"test_labels": np.full(TEST, -1)}, "found -1"),
+            ({"test_labels": np.full(TEST, -1)}, "that of example 0 does not"),
             ({"train_labels": np.zeros(TRAIN)}, "one whole number per example"),
             ({"train_labels": np.zeros((TRAIN, 1), int)}, "one whole number per example"),
             ({"train_images": np.zeros((0, 3, 32, 32), np.uint8)}, "at least one example"),

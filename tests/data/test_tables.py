@@ -159,7 +159,8 @@ def test_what_is_no_table(tmp_path):
         (tmp_path / "nowhere.csv", "No such file"),
         (tmp_path, "cannot read"),
         (tmp_path / "latin.csv", "not UTF-8"),
-        (7, "got 7"),
+        (7, "columns, got int"),
+        ([["a secret", 7]], "columns, got a list of rows"),
         ({"age": [1], "town": [1, 2]}, "one length"),
     ):
         with pytest.raises(PrivacyError, match=words):

@@ -46,20 +46,30 @@ def refused(tmp_path, data, error, match, loss=losses, model=None, **options):
 
 @pytest.mark.fault(
     "data of another type than the model's (float64, whole numbers)",
-    happens="the exception of the model, before the first step, with a note of both types",
+    happens="refused before the first step, naming both types and what to convert",
     lost="nothing",
     costs="nothing",
 )
 @pytest.mark.parametrize("inputs", [INPUTS.double(), (INPUTS * 9).long()], ids=["float64", "whole numbers"])
 def test_types_that_do_not_fit(tmp_path, inputs):
-    error = refused(tmp_path, TensorDataset(inputs, LABELS), RuntimeError, "dtype")
-    assert f"rehearsal on two records ({str(inputs.dtype).removeprefix('torch.')} (2, 4)" in error.__notes__[0]
+    error = refused(tmp_path, TensorDataset(inputs, LABELS), fodp.DataError, "parameters are float32")
+    assert f"have {str(inputs.dtype).removeprefix('torch.')} numbers" in str(error)
+    assert "inputs.to(torch.float32)" in str(error)
+    assert "Nothing was released or charged" in str(error)
+
+
+def test_a_mistake_of_the_code_is_left_as_it_is_with_a_note(tmp_path):
+    def wrong(model, batch):
+        raise AttributeError("a mistake in the loss")
+
+    error = refused(tmp_path, TensorDataset(INPUTS, LABELS), AttributeError, "a mistake in the loss", loss=wrong)
+    assert "rehearsal on a few records (float32 (2, 4), int64 (2,))" in error.__notes__[0]
     assert "the parameters are torch.float32. Nothing was released or charged" in error.__notes__[0]
 
 
 @pytest.mark.fault(
     "a label out of range in a data set of tensors",
-    happens="the exception of the loss, before the first step",
+    happens="refused before the first step, naming the record's number and the range",
     lost="nothing",
     costs="nothing",
 )
@@ -67,7 +77,9 @@ def test_types_that_do_not_fit(tmp_path, inputs):
 def test_labels_out_of_range(tmp_path, label):
     labels = LABELS.clone()
     labels[17] = label  # of which a run without a rehearsal would know when it draws that record
-    refused(tmp_path, TensorDataset(INPUTS, labels), IndexError, "out of bounds")
+    error = refused(tmp_path, TensorDataset(INPUTS, labels), fodp.DataError, "record 17 .* a label outside of 0 to 1")
+    assert "mend or drop that record" in str(error)
+    assert error.__suppress_context__  # PyTorch's own words hold the label
 
 
 def with_a_value(value, where):

@@ -15,6 +15,7 @@ import numpy as np
 
 from fodp import _checks
 from fodp._checks import BudgetError, PrivacyError
+from fodp._words import in_our_words
 from fodp.accounting.events import Event, Phase
 from fodp.accounting.loss_distributions import LossAccountant
 from fodp.accounting.releases import Accountant, Floats, Release, round_rate, rounding
@@ -126,6 +127,7 @@ def rdp_curve(phases: Sequence[Phase]) -> tuple[Floats, Floats]:
     return np.array(ORDERS, dtype=float), np.array(spent.rdp)
 
 
+@in_our_words("epsilon", has_plan=False)
 def epsilon(
     *,
     noise_multiplier: Numbers,
@@ -148,6 +150,7 @@ def epsilon(
     return epsilon_of(_phases(noise_multiplier, sampling_rate, steps, beta), delta, accountant)
 
 
+@in_our_words("calibrate", has_plan=False)
 def calibrate(
     *,
     target_epsilon: float,

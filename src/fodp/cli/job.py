@@ -289,7 +289,7 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         clip_norm=config["clip_norm"],
         delta=config["delta"],
         method=config["method"],
-        params=_said_params(config),
+        params=said_params(config),
         accountant=config["accountant"],
         seed=config.get("seed"),
         exact_noise=config.get("exact_noise", False),
@@ -341,7 +341,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
                 f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
                 "a copy of it"
             )
-    params = _said_params(config)
+    params = said_params(config)
     said = replace(plan, params={**plan.params, **params})
     # None leaves some parameters to calibration, and the plan has what it chose.
     left = {name for choice in said.algorithm.candidates(said) for name in choice if params.get(name, "") is None}
@@ -352,7 +352,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
     return plan
 
 
-def _said_params(config: dict[str, Any]) -> dict[str, Any]:
+def said_params(config: dict[str, Any]) -> dict[str, Any]:
     """Parameters of the method, of which the learning rate and the shape have options of their own."""
     params = config.get("set", {})
     if not isinstance(params, dict):

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import signal
 import sys
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fodp
+from fodp import _words
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp._imports import import_modules
 from fodp.cli._malloc import keep_freed_memory
@@ -24,10 +26,31 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **words: Any) -> Any:
         if self.refusal is not None:
             raise ConfigurationError(self.refusal)
-        return super().parse_known_args(*args, **words)
+        self._misread: list[str] = []
+        found = super().parse_known_args(*args, **words)
+        if self._misread:
+            self.error("; ".join(self._misread))
+        return found
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As ever, but all values that cannot be read are told of at once."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self._misread.append(str(error))
+            return None
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message} (see {self.prog} --help)")
+        raise ConfigurationError(f"{message}{_in_our_words(message)} (see {self.prog} --help)")
+
+
+def _in_our_words(message: str) -> str:
+    """Of options that other libraries have: what they are here."""
+    if not message.startswith("unrecognized"):
+        return ""
+    words = re.findall(r"--([a-z][\w-]*)", message)
+    here = [f"--{word} is {name} here" for word in words if (name := _words.option(word)) is not None]
+    return f": {'; '.join(here)}" if here else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fodp: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        print("fodp: interrupted", file=sys.stderr)
+        print(": ".join(["fodp: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right

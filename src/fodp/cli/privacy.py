@@ -18,8 +18,9 @@ EPILOG = """examples:
   fodp epsilon --noise-multiplier 1.1 --sampling-rate 0.04 --steps 6250 --beta 0.9
   fodp calibrate --target-epsilon 8 --sampling-rate 0.04 --steps 1000 --method dp-sam
 
-Without --method: FO-DP-SGD with beta 0.9, as `fodp train` and `Plan`; --beta 1 is DP-SGD. Methods that ask more than
-one question per step cost more."""
+Without --method: FO-DP-SGD with beta 0.9, as `Plan`; --beta 1 is DP-SGD. `fodp train` has another default, its
+recipe, whose noise is that of --method fo-noise --set order=None. Methods that ask more than one question per step cost
+more."""
 
 # Of fo-dp-sgd, the default method; said here again because methods take a second to import.
 DEFAULT_BETA = 0.9
@@ -39,7 +40,11 @@ def _shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, required=True, metavar="T", help="number of steps")
     parser.add_argument("--delta", type=float, default=1e-5, help="default 1e-5")
     parser.add_argument("--beta", type=float, help=f"mixing of FO-DP-SGD, default {DEFAULT_BETA:g}; 1 is DP-SGD")
-    parser.add_argument("--method", metavar="NAME", help="another private optimizer (see `fodp methods`)")
+    parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help="a private optimizer (see `fodp methods`); default fo-dp-sgd (of `fodp train`: fo-noise)",
+    )
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a parameter of --method")
     add_import(parser)
     parser.add_argument("--accountant", default="pld", metavar="NAME", help=f"{', '.join(ACCOUNTANTS)}; default pld")

@@ -7,14 +7,16 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
 from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, public_sample, use_threads
 from fodp.cli.ledger import parse_budget, with_ledger
 from fodp.cli.ranks import divide, joined
@@ -48,6 +50,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 _SAVING = 0.02  # of the time may go into checkpoints
+NOTHING = "nothing was charged"
 _MOST_COPIES = 1024
 _MUCH_MEMORY = 2e9  # bytes of earlier noise that are told of
 # What may be said anew when resuming; everything else belongs to the run.
@@ -102,10 +105,19 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and say what came out and what it cost."""
-    from fodp.training.folder import RunFolder
-
     if options.resume and not options.out:
         raise ConfigurationError("--resume needs the run folder: add --out DIR")
+    try:
+        return _run(options)
+    except KeyboardInterrupt as error:
+        if not getattr(error, "__notes__", ()):  # before the first step, when nothing but reading was done
+            error.add_note(NOTHING if not options.resume else "nothing more was charged")
+        raise
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fodp.training.folder import RunFolder
+
     with joined(options.rank_timeout) as ranks:
         first = ranks is None or ranks.is_first
         if ranks is not None and options.wait:
@@ -187,8 +199,19 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
     _tell_kept_noise(plan, trainer.run.size)
+    if ranks.is_first and not options.resume:
+        _tell_odd_strength(plan, config)
     started = time.perf_counter()
-    outcome = trainer.fit()
+    try:
+        outcome = trainer.fit()
+    except BaseException as error:
+        if ranks.is_first:
+            _tell_what_was_spent(trainer, plan, error)
+            if not options.resume and not _used(trainer):
+                if shared is None and ledger is not None:
+                    ledger.close()  # the folder's own
+                folder.discard()
+        raise
     code = 128 + (outcome.signal or signal.SIGINT) if outcome.reason == "interrupted" else 0
     if not ranks.is_first:
         return code
@@ -260,6 +283,30 @@ def _tell_large_delta(delta: float, public_size: int) -> None:
         )
 
 
+def _used(trainer: "Trainer") -> int:
+    """How many steps the run has used or charged; more than none where that cannot be told."""
+    try:
+        charged = trainer.ledger.steps(trainer.run_id) if trainer.ledger is not None else 0
+    except PrivacyError:
+        return max(1, trainer.step)
+    return max(trainer.step, charged or 0)
+
+
+def _tell_what_was_spent(trainer: "Trainer", plan: "Plan", error: BaseException) -> None:
+    """Of a run that was broken off: whether it has cost anything."""
+    if isinstance(error, KeyboardInterrupt):
+        used = _used(trainer)
+        error.add_note(f"{used} of {plan.steps} steps are charged" if used else NOTHING)
+
+
+def _tell_odd_strength(plan: "Plan", config: dict[str, Any]) -> None:
+    """Say what is allowed and hardly meant of a target and a rate."""
+    from fodp.plan import odd_strength
+
+    for sentence in odd_strength(plan, config.get("target_epsilon")):
+        print(f"fodp: {sentence}", file=sys.stderr)
+
+
 def _tell_kept_noise(plan: "Plan", size: int) -> None:
     """Say what correlated noise keeps of a model with so many trained numbers, where that is a lot."""
     earlier = len(plan.algorithm.strategy()) - 1
@@ -323,6 +370,12 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     from fodp.methods.parts.rates import AUTO
 
     text = sys.stderr if options.json else sys.stdout
+    if result["reason"] == "interrupted" and not result["steps"]:
+        print(
+            f"stopped before the first step: {NOTHING}; begin again with: fodp train --resume --out {folder.path}",
+            file=text,
+        )
+        return
     if result["reason"] == "interrupted":
         print(
             f"stopped after step {result['steps']} of {plan.steps}; if it ends here, after what was seen, its epsilon "
@@ -378,9 +431,43 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
             del preset["noise_multiplier"]  # a target alone calibrates
     config = completed(said, _DEFAULTS, preset, sharded=bool(options.sharded))
     config = with_ledger(config, options)
-    if not _says_how_private(config):
-        raise ConfigurationError("how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA")
+    _refuse_odd_options(config, options)
     return config
+
+
+def _refuse_odd_options(config: dict[str, Any], options: argparse.Namespace) -> None:
+    """Raise, in one message, for all options that no run can have, before any data is read."""
+    from fodp.cli.job import said_params
+    from fodp.methods import METHODS, find
+    from fodp.plan import field_checks
+
+    def privacy() -> None:
+        if not _says_how_private(config):
+            raise ConfigurationError(
+                "how private? add --target-epsilon EPS (for example 4), or --noise-multiplier SIGMA"
+            )
+
+    def params() -> None:
+        if config["method"] in METHODS:
+            find(config["method"]).from_dict(said_params(config))
+
+    numbers: dict[str, Callable[[str, Any], object]] = {
+        "epochs": _checks.positive,
+        "sampling_rate": _checks.fraction,
+        "target_epsilon": _checks.positive,
+        "eval_every": _checks.whole,
+        "early_stopping": _checks.whole,
+        "microbatch": _checks.whole,
+        "copies": lambda name, value: _checks.whole(name, value, maximum=_MOST_COPIES),
+    }
+    mine = {name: config[name] for name in numbers if config.get(name) is not None}
+    of_the_plan = {name: value for name, value in config.items() if name not in numbers and value is not None}
+    _checks.together(
+        privacy,
+        *(partial(numbers[name], f"--{name.replace('_', '-')}", value) for name, value in mine.items()),
+        *field_checks(of_the_plan),
+        params,
+    )
 
 
 def _says_how_private(config: dict[str, Any]) -> bool:

@@ -1,11 +1,11 @@
 """A user's augmentation of a lot: every row is counted, and what it makes of a record depends on that record alone."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp._looks import Looks
 from fodp.clipping.batches import Batch, Keyed, batch_size, joined, plain, take, tensors
@@ -110,10 +110,9 @@ class Augmentation:
 
     def _go_alone(self, reason: str) -> None:
         self._site.alone = True
-        warnings.warn(
+        _checks.warn(
             f"augment is given one record at a time, which is slow: {reason}. It should treat every row by itself, in "
-            "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)",
-            stacklevel=3,
+            "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)"
         )
 
 

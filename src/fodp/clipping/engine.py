@@ -8,7 +8,6 @@ computes every example's gradient from a pass over that example alone. What a lo
 others there too: it is looked for in every engine.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp._looks import Looks
 from fodp.clipping import self_check
@@ -314,10 +314,9 @@ class Engine:
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True
-        warnings.warn(
+        _checks.warn(
             f"per-example gradients run one example at a time, which is slow: {reason}. Layers must keep the "
-            "examples apart, in their first dimension, and parameters be used by their own modules only",
-            stacklevel=2,
+            "examples apart, in their first dimension, and parameters be used by their own modules only"
         )
 
 

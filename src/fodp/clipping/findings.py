@@ -28,7 +28,8 @@ def seen_from_outside(model: nn.Module) -> list[Finding]:
     """What can be told of a model without running it: errors and notes."""
     findings = [found for name, module in model.named_modules() for found in _look_at(name or "model", module)]
     if not any(p.requires_grad for p in model.parameters()):
-        problem, advice = "no parameter is trainable", "set requires_grad=True on what should be trained"
+        problem = "no parameter is trainable"
+        advice = "set requires_grad=True on what should be trained, of a frozen layer layer.requires_grad_(True)"
         findings.append(Finding("error", "model", problem, advice))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
@@ -65,9 +66,9 @@ def refuse_errors(model: nn.Module) -> None:
     errors = [finding for finding in seen_from_outside(model) if finding.level == "error"]
     if errors:
         lines = " | ".join(map(str, summed_up(errors)))
-        raise ConfigurationError(
-            f"this model cannot be trained privately: {lines}. fodp.fix(model) replaces such layers"
-        )
+        layers = any(f.level == "error" for name, module in model.named_modules() for f in _look_at(name, module))
+        fix = ". fodp.fix(model) replaces such layers" if layers else ""
+        raise ConfigurationError(f"this model cannot be trained privately: {lines}{fix}")
 
 
 def _look_at(name: str, module: nn.Module) -> list[Finding]:

@@ -71,11 +71,11 @@ def _check_labels(labels: NDArray[Any], at: str, classes: int) -> None:
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(f"{at} must be one whole number per example, got shape {labels.shape} of {labels.dtype}")
     if labels.size:
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= classes:
+        outside = (labels < 0) | (labels >= classes)
+        if outside.any():
             raise DataError(
-                f"{at} must lie in 0..{classes - 1} for {classes} classes, found {low if low < 0 else high}; "
-                "correct the labels or the number of classes"
+                f"{at} must lie in 0..{classes - 1} for {classes} classes; that of example {int(outside.argmax())} "
+                "does not: correct the labels or the number of classes"
             )
 
 

@@ -89,10 +89,31 @@ def load(
             )
         arrays, card = _read_own(Path(name), assume_size, classes, test_size)
         return _split(arrays, card, train_stop=len(arrays.train_images), flatten=flatten)
+    refuse_other_kind(Path(label))
     raise ConfigurationError(
         f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file (a table: from_table); got "
         f"{label!r}"
     )
+
+
+_OTHER_KINDS = {
+    ".xlsx": "a workbook: save the sheet as CSV (UTF-8)",
+    ".xls": "a workbook: save the sheet as CSV (UTF-8)",
+    ".ods": "a workbook: save the sheet as CSV (UTF-8)",
+    ".parquet": "Parquet: pandas.read_parquet(path).to_csv(name, index=False)",
+    ".feather": "Feather: pandas.read_feather(path).to_csv(name, index=False)",
+    ".json": "JSON: pandas.read_json(path).to_csv(name, index=False)",
+    ".jsonl": "JSON: pandas.read_json(path, lines=True).to_csv(name, index=False)",
+    ".npy": "one array: numpy.savez(name, train_images=…, train_labels=…, …) (docs/your-data.md)",
+    ".txt": "a text: name it .csv if its cells are separated by commas, .tsv if by tabs",
+}
+
+
+def refuse_other_kind(path: Path) -> None:
+    """Raise for a file of a kind that is not read, with the way to one that is."""
+    hint = _OTHER_KINDS.get(path.suffix.lower())
+    if hint is not None:
+        raise DataError(f"{path} is {hint}; what is read are .csv, .tsv and .npz")
 
 
 def public_records(path: str | Path, card: Card, *, flatten: bool) -> "tuple[Tensor, ...]":

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from fodp import _checks
 from fodp._checks import ConfigurationError, DataError, shown
 from fodp.data.cards import Card, own_card
-from fodp.data.loading import Splits
+from fodp.data.loading import Splits, refuse_other_kind
 from fodp.data.schema import Column, Schema, read_schema, text_of
 
 Cells = Sequence[Any]  # of one column; None is a missing cell
@@ -189,7 +189,8 @@ class _Table:
             return
         if not isinstance(table, Mapping) and not hasattr(table, "columns"):
             raise DataError(
-                f"the table must be the path of a .csv file, a DataFrame or a dictionary of columns, got {shown(table)}"
+                f"the table must be the path of a .csv file, a DataFrame or a dictionary of columns, got "
+                f"{'a list of rows' if isinstance(table, list | tuple) else type(table).__name__}"
             )
         names = [str(name) for name in (table if isinstance(table, Mapping) else table.columns)]
         _refuse_twice(names, self.name)
@@ -250,6 +251,7 @@ def _read_file(path: Path) -> tuple[dict[str, Cells], list[int]]:
 
 
 def _header(path: Path) -> list[str]:
+    refuse_other_kind(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=_delimiter(path), skipinitialspace=True, strict=True)
@@ -258,6 +260,13 @@ def _header(path: Path) -> list[str]:
         raise _unreadable(path, error) from None
     if not names:
         raise DataError(f"{path} is empty: its first line must name the columns")
+    other = ";" if ";" in names[0] else "\t" if "\t" in names[0] and _delimiter(path) == "," else None
+    if len(names) == 1 and other is not None:
+        found, read = "semicolons" if other == ";" else "tabs", "commas" if _delimiter(path) == "," else "tabs"
+        raise DataError(
+            f"{path} seems to be separated by {found}, and {path.suffix} is read with {read}: save it with commas and "
+            "decimal points as .csv, or with tabs as .tsv"
+        )
     _refuse_twice(names, str(path))
     return names
 

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from fodp import _checks  # noqa: E402
 from fodp._checks import ConfigurationError  # noqa: E402
+from fodp._words import in_our_words  # noqa: E402
 from fodp.accounting import RunningEpsilon  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
@@ -120,6 +121,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         public_logs: names that may be logged in training, such as a learning rate: nothing computed from a batch.
     """
 
+    @in_our_words("PrivateTraining")
     def __init__(
         self,
         plan: Plan,

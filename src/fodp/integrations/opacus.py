@@ -4,7 +4,6 @@ It takes the extra `opacus`; docs/opacus.md is its page, with a table of their c
 """
 
 import uuid
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler  # noqa: 
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, default_collate  # noqa: E402
 
-from fodp import accounting  # noqa: E402
+from fodp import _checks, accounting  # noqa: E402
 from fodp._checks import ConfigurationError, shown  # noqa: E402
 from fodp.accounting import Event, Phase, truncate  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
@@ -90,10 +89,9 @@ def from_opacus(
     past = history(accountant)
     _refuse_shuffled(data_loader)
     if sampling_rate is None or lot_size is None:
-        warnings.warn(
+        _checks.warn(
             "Opacus has computed sample_rate and expected_batch_size from the size of the private data, and whether "
-            "one record is there is what privacy hides: declare sampling_rate= and lot_size= as public numbers",
-            stacklevel=2,
+            "one record is there is what privacy hides: declare sampling_rate= and lot_size= as public numbers"
         )
     plan = Plan(
         **{

@@ -8,6 +8,7 @@ Lots, clipping, noise, accounts and checkpoints are those of `fodp.Trainer`. Wha
 arguments, data collators, callbacks, logs, evaluation and folders. docs/hugging-face.md has a table of all of them.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from fodp import training
-from fodp._checks import ConfigurationError, LedgerError
+from fodp._checks import ConfigurationError, LedgerError, listed
 from fodp._extras import need
+from fodp._words import unknown
 from fodp.integrations._hugging_face import arguments, card, processes
 from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
@@ -98,6 +100,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         need("accelerate", "PrivateTrainer", extra="hf")
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"plan must be a fodp.Plan, got {type(plan).__name__}")
+        _refuse_foreign_words(named)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.plan, self._bridge = plan, _Bridge(self)
         self.private: Private | None = None
@@ -434,6 +437,16 @@ class _Hooks:
     def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _refuse_foreign_words(named: Mapping[str, Any]) -> None:
+    """What neither Trainer nor this one knows, all in one message."""
+    known = set(inspect.signature(Trainer.__init__).parameters) | set(
+        inspect.signature(PrivateTrainer.__init__).parameters
+    )
+    foreign = [word for word in named if word not in known]
+    if foreign:
+        raise ConfigurationError(listed([unknown("PrivateTrainer", word, known - {"named"}) for word in foreign]))
 
 
 def _refuse_pushed_ledger(ledger: Any, folder: str) -> None:

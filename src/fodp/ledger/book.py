@@ -23,7 +23,7 @@ from fodp.ledger.account import Account
 from fodp.ledger.fingerprint import comparable
 from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
 from fodp.ledger.replays import Left, left_behind, to_data
-from fodp.ledger.rows import UNNAMED, Entry
+from fodp.ledger.rows import UNNAMED, DataState, Entry
 from fodp.ledger.store import Store
 
 
@@ -71,6 +71,11 @@ class Ledger:
         if budget is not None:
             if dataset is None:
                 raise ConfigurationError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
+            if not isinstance(budget, tuple | list) or len(budget) != 2:
+                raise ConfigurationError(
+                    f"budget is a pair (epsilon, delta), such as (3, 1e-5), got {_checks.shown(budget)}: an epsilon "
+                    "without its delta says nothing"
+                )
             _checks.positive("the budget's epsilon", budget[0])
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
@@ -122,10 +127,22 @@ class Ledger:
         return None if first is None else self.budget(first.dataset)
 
     def left(self, dataset: str) -> float:
-        """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget."""
+        """How much of the budget's capacity is left: 1 for all of it, infinity where there is no budget.
+
+        A name that the ledger does not know is refused: a typing error would seem to have no limit.
+        """
         with self.store.reading():
-            budget, taken = self.budget(dataset), self.store.of_data(dataset).taken
-        return math.inf if budget is None else max(0.0, 1 - taken / budget.capacity)
+            budget, state = self.budget(dataset), self.store.of_data(dataset)
+        if budget is not None:
+            return max(0.0, 1 - state.taken / budget.capacity)
+        if dataset == self.dataset:
+            return math.inf if self._wanted is None or state.runs else 1.0  # its first run fixes the budget
+        if state == DataState():
+            from fodp.ledger.pages import known_names  # which takes ledgers
+
+            known = known_names(self)
+            raise LedgerError(f"{self.path} knows no data set {dataset!r}; it knows {known or 'none'}: mend the name")
+        return math.inf
 
     def tell_waiting(self, tell: Callable[[str], object]) -> None:
         """Have it said when a run begins to wait for room, and for whom."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fodp import _checks
 from fodp.clipping.batches import Batch, Keyed, batch_size, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.embeddings import Rows
@@ -74,10 +75,9 @@ class KroneckerShape:
         finally:
             restore_foreign(foreign)
         if not any(rows):
-            warnings.warn(
+            _checks.warn(
                 "shape='kronecker' cannot see what this model's layers are given and get back, and takes the shape "
-                "fan-in: layers must keep the examples apart, in their first dimension",
-                stacklevel=2,
+                "fan-in: layers must keep the examples apart, in their first dimension"
             )
             return list(self._plain)
         shapes = [tuple(parameter.shape) for parameter in layout.parameters]

@@ -170,17 +170,17 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     def _say_what_is_unsafe(self, plan: Plan, uncovered: Sequence[str]) -> None:
         size = self._declared_size()
         if uncovered:
-            habits.warn(
+            _checks.warn(
                 f"the guarantee does not cover {'; and '.join(uncovered)} (allow_private_preprocessing=True): the "
                 "statement and the card say so"
             )
         if plan.delta >= 1 / size:
-            habits.warn(
+            _checks.warn(
                 f"delta {plan.delta:g} is not below 1/{size}, one over the public size: publishing one row drawn at "
                 f"random would satisfy it. A smaller one: {0.1 / size:.0e}"
             )
         if plan.seed is not None:
-            habits.warn(
+            _checks.warn(
                 "random_state makes masks and noise repeatable, for research: whoever knows it subtracts the noise. "
                 "Leave it None for data of real people"
             )

@@ -8,7 +8,6 @@ import csv
 import io
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fodp import _checks, accounting
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp._extras import need
-from fodp._files import give_room_back, give_spare_back
+from fodp._files import give_room_back, give_spare_back, refuse_unwritable
 from fodp.ledger.store import whole_minutes
 from fodp.training.checkpoint import make_room_for_all
 from fodp.training.export import write_weights
@@ -216,7 +215,7 @@ class EarlyStopping(Callback):
         """Compare the newest value."""
         if not self._warned and trainer.metrics.new and self.metric not in trainer.metrics:
             known, self._warned = ", ".join(sorted(trainer.metrics)), True
-            warnings.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}", stacklevel=2)
+            _checks.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}")
         if self.metric not in trainer.metrics.new:
             return
         score = trainer.metrics[self.metric]
@@ -248,11 +247,13 @@ class CSVLog(Callback):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        refuse_unwritable(self.path)
         self._file: TextIO | None = None
         self._fields: list[str] = list(self.FIELDS)
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the file; keep earlier lines only up to the step that is resumed from."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self._rows() if int(row["step"]) <= trainer.step] if trainer.step else []
         self._begin(list(kept[0]) if kept else list(self.FIELDS), kept)
 
@@ -355,6 +356,7 @@ class Checkpoint(Callback):
 
     def __init__(self, path: str | Path, every: int = 1, share: float = 1.0):
         self.path, self.every, self.share = Path(path), _checks.whole("every", every), _checks.fraction("share", share)
+        refuse_unwritable(self.path)  # now, and not when something is to be saved
         self._epochs = 0
         self._saved_at = self._seconds = 0.0  # when the last one was ready, and how long it took
         self._saved_step: int | None = None  # in this fit
@@ -362,6 +364,7 @@ class Checkpoint(Callback):
     def on_start(self, trainer: "Trainer") -> None:
         """Save before the first release, so that there is always something to resume from, and room for the rest."""
         self._saved_step = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         if trainer.step == 0:
             self._save(trainer)
         if self.path.exists():

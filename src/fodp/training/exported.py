@@ -36,7 +36,7 @@ class Exported:
 
             prepared = encode_inputs(inputs, self.data)
         else:
-            prepared = normalise_(torch.tensor(np.asarray(inputs), dtype=torch.float32), self.data)
+            prepared = normalise_(_numbers(inputs, self.data), self.data)
         self.model.eval()
         with torch.inference_mode():
             return self.model(prepared)
@@ -49,6 +49,23 @@ class Exported:
             return [low + (value + 1) / 2 * (high - low) for value in scores.flatten().tolist()]
         names, classes = self.data.class_names, scores.argmax(dim=1).tolist()
         return classes if names is None else [names[number] for number in classes]
+
+
+def _numbers(inputs: Any, data: Card) -> Tensor:
+    """Examples as floats in the form of the data; what is in them is not told."""
+    try:
+        found = torch.tensor(np.asarray(inputs), dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"predict takes an array of numbers of shape (n, {', '.join(map(str, data.shape))}); these examples are no "
+            "such array: their lengths differ, or one holds something else than numbers"
+        ) from None
+    if tuple(found.shape[1:]) not in (tuple(data.shape), (data.features,)):
+        raise DataError(
+            f"predict takes examples of shape ({', '.join(map(str, data.shape))}), with a dimension for their number "
+            f"in front; got an array of {found.dim()} dimensions that does not fit"
+        )
+    return found.reshape(-1, *data.shape)
 
 
 def load_exported(file: str | Path, model: Callable[..., nn.Module] | None = None) -> Exported:

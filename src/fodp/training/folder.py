@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,17 @@ class RunFolder:
         self.ledger = self.path / "ledger.sqlite"
         self.plot = self.path / "accuracy.png"
         self._hold = Hold(self.path / "run.lock")
+        self._made: list[Path] = []  # folders that `create` has made, the innermost first
+        self._before: set[str] | None = None  # what was in this one; None: it was not created here
 
     def create(self) -> None:
         """Make the folder; one that holds a run already is not overwritten."""
         try:
             holds_a_run = self.config.exists()
             if not holds_a_run:
+                self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
                 self.path.mkdir(parents=True, exist_ok=True)
+                self._before = {file.name for file in self.path.iterdir()}
                 self.take()
                 holds_a_run = self.config.exists()  # another process may have made one a moment ago
         except PrivacyError:
@@ -70,6 +75,18 @@ class RunFolder:
     def leave(self) -> None:
         """Let other processes have the folder."""
         self._hold.leave()
+
+    def discard(self) -> None:
+        """Remove what was written since `create`, and folders that it made: the run was refused before it began."""
+        if self._before is None or not self._hold.held:
+            return
+        with suppress(OSError):  # what cannot be removed stays
+            for file in self.path.iterdir():
+                if file.name not in self._before and file.is_file() and file != self._hold.path:
+                    file.unlink()
+            self.leave()
+            for folder in self._made:
+                folder.rmdir()
 
     def tidy(self) -> None:
         """Remove what a killed process had begun to write."""

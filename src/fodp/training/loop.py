@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import _checks
-from fodp._checks import BudgetError, ConfigurationError
+from fodp._checks import BudgetError, ConfigurationError, DataError
+from fodp._files import refuse_unwritable
+from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Points
 from fodp.clipping.gradients import Gradients
@@ -30,9 +32,12 @@ from fodp.ranks.fsdp import is_sharded
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.averaged import AveragedWeights
+from fodp.training.bad_records import explain_reading, refuse_unlike
 from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer
+from fodp.training.loss_watch import LossWatch
+from fodp.training.order import refuse_other_order
 from fodp.training.padding import compare_alone
 from fodp.training.parts import LotParts, blocks_of
 from fodp.training.recorder import LOOP, TRAINER, Recorder
@@ -44,6 +49,7 @@ from fodp.training.witness import witness_of
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@in_our_words("make_private")
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -110,6 +116,7 @@ def make_private(
         >>> loader.epsilon() == plan.epsilon()
         True
     """
+    refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     if plan.unit == "person":
         raise ConfigurationError(
@@ -147,6 +154,8 @@ def make_private(
     fitting_optimizer(run, optimizer)
     if not allow_non_finite:
         refuse_non_finite(dataset)
+    if collate_fn is None:
+        refuse_unlike(dataset)
     refuse_hooks(model)
     if run.ranks.count > 1 and (resume is not None or microbatch is not None):
         raise ConfigurationError(
@@ -180,8 +189,11 @@ class PrivateLoader:
         return self._lots()
 
     def _lots(self) -> Iterator[Any]:
-        while self._run.step < len(self):
-            yield self._run.next_batch()
+        try:
+            while self._run.step < len(self):
+                yield self._run.next_batch()
+        finally:
+            self._run.labels.stop()  # also of a loop that has broken off
 
     @property
     def step(self) -> int:
@@ -204,6 +216,8 @@ class PrivateLoader:
         self._run.refuse_lot_in_hand()
         self._run.take_iterate()
         if self._run.ranks.is_first:
+            refuse_unwritable(Path(path))
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._keeper.save(Path(path))
 
     @contextmanager
@@ -262,6 +276,9 @@ class _LoopRun(Run):
         self.account: Account | None = None
         self.weights = AveragedWeights(self)
         self._stepped = False  # since the average has taken an iterate in
+        self.labels = LossWatch(dataset, self._batches, self._refused, lambda: recorder._checking)
+        recorder.refused = self._refused
+        self._end: Callable[[], None] = lambda: None  # what gives model and optimizer back
 
     def take_iterate(self) -> None:
         """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
@@ -323,10 +340,23 @@ class _LoopRun(Run):
             if looks and len(part.indices) > 1:  # one record alone tells nothing
                 self._collate_looks.told(self.step)
             self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)
-        except BaseException:
+        except BaseException as error:
             self.abandon_lot()
+            found = explain_reading(self._batches, part.indices.tolist(), error)
+            if found is not None:
+                raise found from found.__cause__
             raise
+        self.labels.start(batch, part.indices)
         return batch
+
+    def _refused(self, found: DataError) -> DataError:
+        """What to raise for data that does not fit: before the first release the loop is closed, and costs nothing."""
+        if self.step:
+            return found
+        self._end()
+        closed = DataError(f"{found}. Nothing was released or charged, and this loader is closed")
+        closed.__cause__, closed.__suppress_context__ = found.__cause__, True
+        return closed
 
     def abandon_lot(self) -> None:
         """The lot broke off: its step is over, and its mask is never used again."""
@@ -351,6 +381,7 @@ class _LoopRun(Run):
 
     def _forget_lot(self) -> None:
         self._drawn = self._parts = None
+        self.labels.stop()
         self.engine.start(None)
 
     def draw(self, rate: float | None = None, name: str = "") -> Lot:
@@ -406,6 +437,7 @@ class _LoopRun(Run):
             if not stepped:  # a lot that the model may have seen, and no step to look at what it has kept
                 self._buffers.refuse_changes()
 
+        self._end = detach
         return detach
 
     def _private_step(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
 from fodp.clipping.engine import HERE, Engine, Points
@@ -20,6 +20,7 @@ from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
 from fodp.sampling import Lot
+from fodp.training.bad_records import explain_rows
 from fodp.training.padding import Padded
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
@@ -56,6 +57,7 @@ class Recorder(Engine):
         self._inside = set(model.modules())
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
         self._open: Recording | None = None  # what records now
+        self.refused: Callable[[DataError], DataError] = lambda found: found  # how data that does not fit is told
         self.start(None)
 
     def start(self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None) -> None:
@@ -321,6 +323,14 @@ class Recorder(Engine):
                 self._look_at_losses(batch)
         except Unseparable as reason:
             self._take_loop(str(reason))
+        except Exception as error:
+            found = explain_rows(
+                lambda some: self.run_keyed(take(batch, torch.tensor(some))), lot.indices.tolist(), error
+            )
+            if found is None:
+                raise
+            found = self.refused(found)
+            raise found from found.__cause__
         finally:
             self._checking = False
             del self._rebuild

@@ -5,37 +5,45 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping.batches import repeat, tensors
 from fodp.clipping.buffers import KeptState
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
-from fodp.sampling import tensor_columns
+from fodp.training.bad_records import explain, refuse_unlike
+from fodp.training.columns import whole_numbers
 
 if TYPE_CHECKING:
     from fodp.run import Run
 
+_COLUMNS = 6  # of whole numbers that records are chosen by
+
 
 def rehearse(run: "Run", dataset: Any) -> None:
-    """Run augmentation and loss forwards on two records, of tensors those with the extremes of a whole-number column.
+    """Run augmentation and loss forwards on a few records, those with the extremes of columns of whole numbers.
 
-    Buffers and generators are left as they were; a model that writes what it sees is refused. An exception is the
-    user's own, with a note of what it means: types that do not fit, labels out of range, a batch of another form than
-    the loss expects.
+    Buffers and generators are left as they were; a model that writes what it sees is refused. Records that do not fit
+    (types, labels out of range, another form) are a `DataError` that names one; any other exception is the user's own,
+    with a note.
     """
     refuse_hooks(run.engine.model)
+    if not run._own_collate:
+        refuse_unlike(dataset)
     kept, foreign = KeptState(run.engine.model, run._watched, run._parameters), foreign_state()
-    batch: Any = None
+    batch, chosen = None, telling(dataset)  # type: Any, torch.Tensor
     try:
         with generators_kept():
             run._fetcher.refuse_what_cannot_be_divided()
-            batch = repeat(run._fetcher.fetch(_telling(dataset)), run._copies)
+            batch = repeat(run._fetcher.fetch(chosen), run._copies)
             if run._augmentation is not None:
                 batch = run._augmentation.augment(batch)
             run.engine.loss_fn(run.engine.model, batch)
     except Exception as error:
+        found = explain(run, chosen.tolist(), error)
+        if found is not None:
+            raise DataError(f"{found}. Nothing was released or charged") from found.__cause__
         error.add_note(
-            f"fodp: found in a rehearsal on two records{_form(batch)}; the parameters are {run.engine.layout.dtype}. "
+            f"fodp: found in a rehearsal on a few records{_form(batch)}; the parameters are {run.engine.layout.dtype}. "
             "Nothing was released or charged"
         )
         raise
@@ -57,13 +65,14 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _telling(dataset: Any) -> torch.Tensor:
-    """Two records: of tensors those with the smallest and the largest whole number of a column, which may be labels."""
-    for column in tensor_columns(dataset) or ():
-        if column.dim() == 1 and not column.is_floating_point() and not column.is_complex():
-            numbers = column.long()
-            return torch.stack([numbers.argmin(), numbers.argmax()]).cpu()
-    return torch.zeros(2, dtype=torch.int64)
+def telling(dataset: Any) -> torch.Tensor:
+    """Two records for each column of whole numbers, with its smallest and its largest: labels may be among them."""
+    found: list[int] = []
+    for column in whole_numbers(dataset)[:_COLUMNS]:
+        flat = column.flatten()
+        each = max(1, len(flat) // max(1, len(column)))
+        found += [int(flat.argmin()) // each, int(flat.argmax()) // each]
+    return torch.tensor(list(dict.fromkeys(found)) if len(set(found)) > 1 else [*found, 0, 0][:2])
 
 
 def _form(batch: Any) -> str:

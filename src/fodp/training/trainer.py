@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fodp import _checks, accounting
 from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyError
+from fodp._words import in_our_words
 from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
 from fodp.ledger import Account, Ledger
@@ -28,11 +29,13 @@ from fodp.sampling import Collate
 from fodp.training import checkpoint, sharded
 from fodp.training.attending import ask_for_slices, attended
 from fodp.training.averaged import AveragedWeights
+from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
+from fodp.training.order import refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -82,6 +85,7 @@ class Trainer:
     inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
     """
 
+    @in_our_words("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -108,6 +112,7 @@ class Trainer:
         pin_memory: bool = False,
         public_sample: Any = None,
     ):
+        refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
             raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
@@ -380,7 +385,10 @@ class Trainer:
         try:
             release = self.run.take_step()
         except BaseException as error:
-            self._lose_step(error)
+            found = explain_step(self.run, error)
+            self._lose_step(error if found is None else found)
+            if found is not None:
+                raise found from found.__cause__
             raise
         self._gradients.set(release, self.plan.lot_size)
         method, state = self.run.method, self.run.state
@@ -405,7 +413,7 @@ class Trainer:
         """A step broke off, perhaps after its lot was drawn: it stays charged, and nothing of it is used."""
         self.lost_steps += self.run.step - self._begun
         self._jumped_to_the_end = self.step >= self.last_step
-        if isinstance(error, PrivacyError):
+        if isinstance(error, PrivacyError) and not isinstance(error, BadRecord):
             self._refused = str(error)
         elif isinstance(error, Exception):
             self.between_steps = True  # model, optimizer and memory are as they were before it
