@@ -6,7 +6,6 @@ and are hashed on the way, so that writing takes no memory to speak of and readi
 
 import errno
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,11 +114,10 @@ def _skip_lost_steps(trainer: "Trainer | LoopKeeper", account: "Account") -> Non
     if used <= first or (trainer.plan.seed is not None and account.repeats(first)):
         return
     if trainer.plan.seed is not None:
-        warnings.warn(
+        _checks.warn(
             f"steps {first} to {used - 1} of this seeded run were charged after the checkpoint was written, and the "
             "ledger does not know what all of them released (the system crashed, the run went on elsewhere, or an "
-            "earlier version of fodp made it): they are lost, and the run goes on after them",
-            stacklevel=3,
+            "earlier version of fodp made it): they are lost, and the run goes on after them"
         )
     trainer.lost_steps += used - trainer.run.step
     trainer.run.step = used
