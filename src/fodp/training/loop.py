@@ -5,6 +5,7 @@ the per-example gradients in there are clipped, summed and released by the plan'
 release reaches `.grad`, where the real optimizer finds it.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,12 +171,23 @@ class PrivateLoader:
     def __init__(self, run: "_LoopRun", keeper: LoopKeeper):
         self._run, self._keeper = run, keeper
         self._detach = run.attach()
+        self._warned = False  # that there are no lots any more
+        weakref.finalize(self, run.engine.abandon)
 
     def __len__(self) -> int:
         return self._run.plan.steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._run.refuse_spent()
+        if self._run.is_spent():
+            if not self._warned:
+                warnings.warn(
+                    f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
+                    "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps",
+                    stacklevel=2,
+                )
+            self._warned = True
+            return iter(())
+        self._run.refuse_closed()
         return self._lots()
 
     def _lots(self) -> Iterator[Any]:
@@ -214,6 +226,16 @@ class PrivateLoader:
         self._run.take_iterate()
         with self._run.weights.inside():
             yield
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """The backward pass of a lot, or of a part of one: `losses` has one loss for each row of the batch.
+
+        Use it instead of `loss.backward()`. The examples' gradients are those of their own losses, whatever
+        `loss_reduction` says, so there is no reduction to get wrong. Of an empty lot the losses are empty, and nothing
+        happens. Losses of another shape, or that do not depend on the model, are refused; so are losses that depend on
+        other examples of the lot, where a lot is looked at.
+        """
+        self._run.engine.backward(losses)
 
     def epsilon(self, *, delta: float | None = None) -> float:
         """ε at δ of the steps taken so far. Reading changes nothing.
@@ -273,18 +295,30 @@ class _LoopRun(Run):
             self.average.take(self.parameters(), self.step, self.plan.steps)
         self._stepped = False
 
+    def is_spent(self) -> bool:
+        """Whether the plan's steps were all taken, in a loader that is still open."""
+        return self.step >= self.plan.steps and not self._closed
+
     def refuse_spent(self) -> None:
         """Raise when there is nothing more to draw."""
-        if self.step >= self.plan.steps:
+        if self.is_spent():
             raise ConfigurationError(
                 f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
                 "longer one needs another plan"
             )
+        self.refuse_closed()
+
+    def refuse_closed(self) -> None:
+        """Raise if the loader was closed."""
         if self._closed:
             raise ConfigurationError("this loader is closed: call make_private again, with a plan of its own")
 
     def next_batch(self) -> Any:
         """Draw the next step's lot, once the last one was stepped."""
+        with self.engine.unheard():
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
         self.refuse_spent()
         refuse_other_group(self.ranks)
         refuse_hooks(self._model)
@@ -317,7 +351,7 @@ class _LoopRun(Run):
             self.engine.look_again = self._looks_again()
             looks = self._collates and (self._lots_compared < LOTS_COMPARED or self.engine.look_again)
             self._lots_compared += looks and len(part.indices) > 1  # one record alone tells nothing
-            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)
+            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None, batch)
         except BaseException:
             self.abandon_lot()
             raise
@@ -380,7 +414,8 @@ class _LoopRun(Run):
                 raise ConfigurationError(
                     f"optimizer.step() takes no closure here, whose gradients would not be private: {LOOP}"
                 )
-            self._private_step()
+            with self.engine.unheard():
+                self._private_step()
             self._stepping = True
 
         def after_step(*_: Any) -> None:
@@ -396,6 +431,7 @@ class _LoopRun(Run):
                 self.account.settle(self.step)
             stepped, self._closed = self._drawn is None, True
             self._forget_lot()
+            self.engine.stop_listening()
             self.close_workers()
             for handle in handles:
                 handle.remove()
@@ -427,6 +463,7 @@ class _LoopRun(Run):
         GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
         self.method.tune(self._optimizer, self, self.state)
         if self.step == self.plan.steps:
+            self.engine.stop_listening()
             self.close_workers()
             if self.account is not None:
                 self.account.settle(self.step)

@@ -71,14 +71,15 @@ class LotParts:
         if self._part is None:
             return
         engine = self._run.engine
-        engine.refuse_incomplete()
-        part, self._part = self._part, None
-        try:
-            self._gathered.add(self._run.part_gradients(part, self._lot, self._blocks))
-        except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
-            self._run.abandon_lot()
-            raise
-        engine.start_between_parts()
+        with engine.unheard():
+            engine.refuse_incomplete()
+            part, self._part = self._part, None
+            try:
+                self._gathered.add(self._run.part_gradients(part, self._lot, self._blocks))
+            except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
+                self._run.abandon_lot()
+                raise
+            engine.start_between_parts()
 
 
 def blocks_of(run: "_LoopRun") -> tuple[float, ...] | None:

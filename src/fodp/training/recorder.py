@@ -1,6 +1,7 @@
 """Per-example gradients of a loop that somebody else runs: hooks record what its passes compute anyway."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fodp import _forms
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
@@ -20,7 +22,10 @@ from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
 from fodp.sampling import Lot
+from fodp.training.between import Between
+from fodp.training.coupling import Coupling, each_its_own
 from fodp.training.padding import Padded
+from fodp.training.tape import Tape
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
 _FIRST_LOTS = 2
@@ -49,7 +54,9 @@ class Recorder(Engine):
         self._mean = mean
         self._checking = False
         self._compared = False
-        self._looked = 0  # how many lots the model was looked at with
+        self._looked: set[int] = set()  # the steps with whose lots the model was looked at
+        self._looks = False  # whether it is looked at with this lot
+        self._between, self._coupling = Between(), Coupling(mean)
         self._rebuild: Callable[[list[Tensor]], Any]  # the model's arguments from those that hold examples
         self._pass: OwnPass | None = None  # the owner's forward pass, while it lasts
         self._stood_in: Marks | None = None  # where generators stood when a made-up row stood in for an empty lot
@@ -57,14 +64,20 @@ class Recorder(Engine):
         self._inside = set(model.modules())
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
         self._open: Recording | None = None  # what records now
+        self._inside_model: AbstractContextManager[None] | None = None  # while its forward pass lasts
         self.start(None)
 
-    def start(self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None) -> None:
+    def start(
+        self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None, batch: Any = None
+    ) -> None:
         """Forget what was recorded and listen for this lot; None: listen for nothing.
 
-        `source` is where its records draw from; `padded` says that records look otherwise alone than in the lot.
+        `source` is where its records draw from; `padded` says that records look otherwise alone than in the lot;
+        `batch` is what the owner is given.
         """
         self.lot, self._source, self._padded = lot, source, padded
+        self._reduces_by_mean = self._mean  # loader.backward says otherwise for its lot
+        self._listen_between(lot, batch)
         self._marks = Marks()  # whatever moves PyTorch's generator from here to the step was not drawn by record
         self._outsiders: dict[int, str] = {}  # backward passes that reached modules which are not the model's
         self._model_called = self._made_up = False
@@ -83,6 +96,40 @@ class Recorder(Engine):
             for parameter in self.layout.parameters:
                 parameter.grad = None
 
+    def _listen_between(self, lot: Lot | None, batch: Any) -> None:
+        """To what is called outside of the model: from a lot to its step, with a tape until the next lot."""
+        if lot is None:
+            if self._tape is not None:
+                self._tape.end_lot()
+            self._between.end_lot()
+            return
+        if self._tape is not None:
+            self._coupling.over(self._tape)
+        rows, tape = len(lot.indices), None
+        self._looks = lot.step not in self._looked and (len(self._looked) < _FIRST_LOTS or self.look_again)
+        if self._coupling.wants(lot.step, self.look_again):
+            tape = Tape(rows, self._mean)
+            for leaf in () if batch is None else _forms.leaves(batch):
+                if isinstance(leaf, Tensor):
+                    tape.add(leaf)
+        self._between.open(rows, tape)
+
+    @property
+    def _tape(self) -> Tape | None:
+        return self._between.tape
+
+    def unheard(self) -> AbstractContextManager[None]:
+        """Around work of the library's own between the loader and the next lot."""
+        return self._between.unheard()
+
+    def stop_listening(self) -> None:
+        """The run is over."""
+        self._between.close()
+
+    def abandon(self) -> None:
+        """Nobody has the loader any more, so nobody will end what listens between the loader and the step."""
+        self._between.abandon()
+
     def start_between_parts(self) -> None:
         """Forget a part of a lot; until the next one is handed out there is nothing to listen for."""
         self.start(None)
@@ -97,7 +144,7 @@ class Recorder(Engine):
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         for recording in self._recordings:
             caught = [slot.gradient for slot in recording.targets()]
-            gradients = [g if g is None or not self._mean else g * rows for g in caught]
+            gradients = [g if g is None or not self._reduces_by_mean else g * rows for g in caught]
             try:
                 for parameter, use in recording.uses(gradients, rows, alive=False):
                     by_parameter[parameter].append(use)
@@ -117,6 +164,8 @@ class Recorder(Engine):
         """Raise unless one forward and one backward pass of exactly this lot were recorded and understood."""
         assert self.lot is not None
         rows = len(self.lot.indices)
+        if self._between.abandoned:
+            raise ConfigurationError("the loader was dropped while its lot was in hand: keep it until the last step")
         self._refuse_second_backward()
         reached = [kind for task, kind in self._outsiders.items() if task in self._backwards]
         if reached:
@@ -149,6 +198,65 @@ class Recorder(Engine):
             )
         if rows > 1 and not self._compared:
             self._compare_sums(self.lot)
+        if rows and self._tape is not None:
+            with self._quietly():
+                self._coupling.refuse(self._tape, self.lot.step)
+
+    def backward(self, losses: Any) -> None:
+        """The backward pass of one loss per example, added up here."""
+        if self.lot is None:
+            raise ConfigurationError(f"loader.backward() without a lot in hand: {LOOP}")
+        rows = len(self.lot.indices)
+        if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
+            raise ConfigurationError(
+                "loader.backward takes one loss per example, a tensor of as many numbers as the batch has rows, got "
+                + (f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__)
+                + ": use reduction='none', and take the mean over an example's own positions only"
+            )
+        if rows and not losses.requires_grad:
+            raise ConfigurationError("loader.backward: the losses do not depend on any trainable parameter of the model")
+        if not losses.requires_grad:
+            return  # an empty lot has nothing to learn from
+        if self._tape is not None and rows > 1:
+            self._refuse_crossing(losses)
+        if self._tape is not None:
+            self._tape.mean = False
+        self._reduces_by_mean = False
+        losses.backward(torch.ones_like(losses))
+        if rows and not self._backwards:
+            raise ConfigurationError("loader.backward: the losses do not depend on the model's outputs for this lot")
+
+    def _refuse_crossing(self, losses: Tensor) -> None:
+        """Raise if the loss of one example has a gradient at the model's outputs for another."""
+        assert self._tape is not None
+        outputs = self._tape.outputs()
+        if not outputs:
+            return
+        factors = 1 + _weights(len(losses)).abs().to(losses)
+        try:
+            with self._quietly():
+                plain, scaled = (
+                    torch.autograd.grad(losses, outputs, start, retain_graph=True, allow_unused=True)
+                    for start in (torch.ones_like(losses), factors)
+                )
+        except RuntimeError:
+            return  # a compiled loss, whose graph can be gone through once
+        if not each_its_own(plain, scaled, factors):
+            raise ConfigurationError(
+                "loader.backward: the loss of one example depends on the model's outputs for others (pairs, a mean or "
+                "a normalisation over the lot), so that one example more changes the gradients of all: compute each "
+                "loss from its own example alone"
+            )
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Passes of the library's own over what the owner has computed."""
+        self._checking = True
+        try:
+            with self.unheard():
+                yield
+        finally:
+            self._checking = False
 
     def listen(self) -> list[Any]:
         """Put the hooks in place; returns their handles.
@@ -159,14 +267,21 @@ class Recorder(Engine):
 
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is self.model and not self._checking:
+                self._inside_model = self.unheard()
+                self._inside_model.__enter__()
                 self._on_model_call(args, kwargs)
                 return self._with_stand_in(args, kwargs)
             return None
 
         def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if module is self.model and not self._checking:
-                self._on_model_return(output)
-                return self._without_stand_in(output)
+                try:
+                    self._on_model_return(output)
+                    return self._without_stand_in(output)
+                finally:
+                    if self._inside_model is not None:
+                        self._inside_model.__exit__(None, None, None)
+                    self._inside_model = None
             return None
 
         handles.append(self.model.register_forward_pre_hook(called, with_kwargs=True))
@@ -202,7 +317,7 @@ class Recorder(Engine):
             return
         self._model_called = True
         rows = len(self.lot.indices)
-        if rows and (self._looked < _FIRST_LOTS or self.look_again):
+        if rows and self._looks:
             self._look(args, kwargs, self.lot)
         if rows and not self.site.quiet and any(_has_rows(leaf, rows) for leaf in tree_leaves((args, kwargs))):
             self._pass = OwnPass(self.site, self._source, self.lot.records)
@@ -217,6 +332,9 @@ class Recorder(Engine):
         current, self._pass = self._pass, None
         if current is not None:
             current.end(output is not None)  # None: the forward pass has raised
+        if self._tape is not None and self.lot is not None and self._model_called:
+            for leaf in _outputs(output):
+                self._tape.add(leaf, of_model=True)
         if self.lot is not None and self._joint_losses:
             for place, leaf in enumerate(_outputs(output)):
                 if place in self._joint_losses and leaf.requires_grad:
@@ -273,10 +391,11 @@ class Recorder(Engine):
 
     def _catch(self, lot: Lot | None, caught: _Caught, gradient: Tensor) -> None:
         """The gradient of a tensor has arrived."""
-        if self.lot is None:
+        if self.lot is None or self._checking:
             return  # nothing can be stepped: an adversarial test, a saliency map
         if lot is not self.lot:
             raise ConfigurationError(f"this backward goes through the forward pass of another lot: {LOOP}")
+        self._between.refuse_joint(torch._C._current_graph_task_id())
         self._backwards.add(torch._C._current_graph_task_id())
         self._refuse_second_backward()
         caught.gradient = gradient if caught.gradient is None else caught.gradient + gradient
@@ -314,7 +433,7 @@ class Recorder(Engine):
                 if self.site.alone:
                     self._take_loop("what it draws cannot be told apart by example")
                 if rows > 1:
-                    self._look_at_pairs(batch)
+                    self._look_at_pairs(batch, lot)
                 elif not self._by_module and self._plan is None:
                     self._learn(batch)
                 self._look_at_losses(batch)
@@ -326,7 +445,7 @@ class Recorder(Engine):
             self._checking = False
             del self._rebuild
 
-    def _look_at_pairs(self, batch: Keyed) -> None:
+    def _look_at_pairs(self, batch: Keyed, lot: Lot) -> None:
         if not self._checked:
             problem = self._problem(batch)
             for shift in range(_MADE_UP):  # empty rows, say, or all was dropped out: any others will do
@@ -343,7 +462,7 @@ class Recorder(Engine):
         problem = self_check.mixing(self, batch)
         if problem:
             self._take_loop(problem)
-        self._looked += 1
+        self._looked.add(lot.step)
 
     def _problem_with_made_up(self, batch: Keyed, shift: int) -> str | None:
         """The same of other numbers, in turns with other words: what a first lot holds must not end a run."""
@@ -424,7 +543,7 @@ class Recorder(Engine):
         raw = layout.zeros()
         for parameter, view in zip(layout.parameters, layout.views(raw), strict=True):
             if id(parameter) in self._raw:
-                view.copy_(self._raw[id(parameter)].to_dense()).mul_(rows if self._mean else 1)
+                view.copy_(self._raw[id(parameter)].to_dense()).mul_(rows if self._reduces_by_mean else 1)
         if not raw.isfinite().all():
             return  # an example that contributes nothing; the next lot will tell
         uses, ones = self.uses(lot.indices), layout.zeros().new_ones(rows)
