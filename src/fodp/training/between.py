@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import _reduction as legacy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from fodp._checks import ConfigurationError
 from fodp.training.tape import Tape
@@ -101,11 +100,12 @@ class Between(TorchFunctionMode):
         return hear
 
     def _enter(self) -> None:
-        """Below all other modes, which come and go in their own order; a device context wants the place below."""
+        """Below all other modes, which come and go in their own order; torch.set_default_device wants to be lower."""
         if self._on:
             return
+        lowest = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
         above = []
-        while (stack := _get_current_function_mode_stack()) and not isinstance(stack[-1], DeviceContext):
+        while (stack := _get_current_function_mode_stack()) and stack[-1] is not lowest:
             above.append(_pop_mode())
         _push_mode(self)
         for mode in reversed(above):

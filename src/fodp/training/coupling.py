@@ -1,11 +1,10 @@
-"""Whether the loss of a loop of one's own is the declared reduction of its examples' own losses (`fodp.training.tape`).
+"""Whether the loss of a loop of one's own is the declared reduction of its examples' own losses.
 
-Of a lot that is looked at the calls between model and backward pass are run again with some rows replaced by others, and
-with fewer rows: what the loss says about the rows that are still there must stay what it was. A number of rows that the
+Of a lot that is looked at the calls between model and backward pass (`fodp.training.tape`) are run again with some rows
+replaced by others, and with fewer rows: what the loss says about the rows that are still there must stay what it was. A number of rows that the
 code has read as a plain number (`len(batch)`) stands still in there, so lots of two sizes are compared, too.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fodp._checks import ConfigurationError
 from fodp.training.between import WAY_OUT
-from fodp.training.tape import Tape, same_functions
+from fodp.training.tape import Memories, Tape, same_functions
 
 FIRST_LOTS = 2
 _MOST = 8  # lots that are looked at until the reduction is known
@@ -33,8 +32,8 @@ _NOT_FOLLOWED = (
     "pass of its own), so that it cannot be seen whether it is the {} of its examples' own losses"
 )
 _REDUCTION = (
-    "the loss is not the {} of its examples' own losses, as loss_reduction says: how much one example weighs depends on "
-    "how many others are in the lot"
+    "the loss is not the {} of its examples' own losses, as loss_reduction says: how much one example weighs depends "
+    "on how many others are in the lot"
 )
 
 Rows = Callable[[Tensor], Tensor]
@@ -48,7 +47,7 @@ class Coupling:
         self._steps: set[int] = set()  # whose lots of two or more rows were looked at
         self._reduction_known = False
         self._earlier: Tape | None = None
-        self._of_earlier_lots: dict[int, weakref.ref[Tensor]] = {}
+        self._of_earlier_lots: Memories = {}
 
     def wants(self, step: int, look_again: bool) -> bool:
         """Whether to keep a tape of this step's lot: of the first steps, and of later ones that are looked at."""
@@ -57,10 +56,14 @@ class Coupling:
         few = len(self._steps) < FIRST_LOTS
         return few or look_again or (not self._reduction_known and len(self._steps) < _MOST)
 
+    def tape(self, rows: int) -> Tape:
+        """A tape for a lot of so many rows."""
+        return Tape(rows, self._word == "mean", self._of_earlier_lots)
+
     def over(self, tape: Tape) -> None:
         """The next lot begins: what was made of this one must not reach its loss."""
-        self._of_earlier_lots |= tape.made()
-        self._of_earlier_lots = {k: t for k, t in self._of_earlier_lots.items() if t() is not None}
+        found = self._of_earlier_lots | tape.made()
+        self._of_earlier_lots = {identity: tensor for identity, tensor in found.items() if tensor() is not None}
 
     def refuse(self, tape: Tape, step: int) -> None:
         """Raise unless one example's gradient depends on that example alone, as far as this lot shows."""
@@ -79,10 +82,10 @@ class Coupling:
             self._earlier = tape.kept()
 
     def _problem(self, tape: Tape) -> str:
-        if tape.reads(self._of_earlier_lots):
+        if tape.reads_memories():
             return _MEMORY
         if not tape.can_be_followed() or not _reproduced(tape):
-            return _NOT_FOLLOWED.format(self._word)
+            return "" if tape.by_example else _NOT_FOLLOWED.format(self._word)
         if tape.rows > 1 and any(_moves(tape, rows, same) for rows, same in _replacements(tape)):
             return _COUPLED
         return _REDUCTION.format(self._word) if self._other_reduction(tape) else ""

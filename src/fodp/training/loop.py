@@ -32,9 +32,10 @@ from fodp.ranks.fsdp import is_sharded
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.averaged import AveragedWeights
+from fodp.training.beside import KeptModule
 from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer
+from fodp.training.fitting import fitting_optimizer, refuse_plateau
 from fodp.training.padding import compare_alone
 from fodp.training.parts import LotParts, blocks_of
 from fodp.training.recorder import LOOP, TRAINER, Recorder
@@ -133,6 +134,7 @@ def make_private(
             "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they "
             f"are clipped: give the plain model, or {TRAINER}"
         )
+    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
     recorder = Recorder(model, loss_reduction == "mean")
     run = _LoopRun(
         model,
@@ -281,7 +283,19 @@ class _LoopRun(Run):
         self._parts: LotParts | None = None  # and its parts, if it has any
         self.account: Account | None = None
         self.weights = AveragedWeights(self)
+        self.keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
+        self._beside: KeptModule | None = None  # as it was when the lot was handed out
         self._stepped = False  # since the average has taken an iterate in
+
+    def refuse_kept(self) -> None:
+        """Raise if what holds the model has kept something of the lots since the last one was handed out."""
+        if self._beside is not None:
+            self._beside.refuse_changes(f"{type(self._beside.module).__name__}")
+
+    def forget_kept(self) -> None:
+        """What changes from here to the next lot is not of a lot."""
+        self.refuse_kept()
+        self._beside = None
 
     def take_iterate(self) -> None:
         """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
@@ -335,7 +349,9 @@ class _LoopRun(Run):
         if self.weights.iterate is not None:
             raise ConfigurationError("the model is the average of its iterates here: train on outside of averaged()")
         self.take_iterate()
+        self.forget_kept()
         self._begin()
+        self._beside = None if self.keep_beside is None else self.keep_beside()
         self._buffers = KeptState(self._model, (), self._parameters)
         lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
         if self._microbatch is None:
@@ -450,6 +466,7 @@ class _LoopRun(Run):
             )
         self._refuse_changes()
         self._buffers.refuse_changes()
+        self.refuse_kept()
         if self._parts is None:
             self.engine.refuse_incomplete()
         else:

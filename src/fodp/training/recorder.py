@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fodp import _forms
@@ -22,6 +22,7 @@ from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
 from fodp.sampling import Lot
+from fodp.training.beside import Beside
 from fodp.training.between import Between
 from fodp.training.coupling import Coupling, each_its_own
 from fodp.training.padding import Padded
@@ -62,6 +63,7 @@ class Recorder(Engine):
         self._stood_in: Marks | None = None  # where generators stood when a made-up row stood in for an empty lot
         self._joint_losses: set[int] = set()  # which of the model's outputs are losses that join examples
         self._inside = set(model.modules())
+        self._beside = Beside(self._inside)
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
         self._open: Recording | None = None  # what records now
         self._inside_model: AbstractContextManager[None] | None = None  # while its forward pass lasts
@@ -86,7 +88,13 @@ class Recorder(Engine):
         for handle in self._followed.values():
             handle.remove()
         # A hook on all modules, while there is a lot to be stepped.
-        self._followed = {} if lot is None else {0: register_module_forward_hook(self._on_any_module)}
+        self._followed = {}
+        if lot is not None:
+            self._followed = {
+                0: register_module_forward_hook(self._on_any_module),
+                1: register_module_forward_pre_hook(self._before_any_module),
+            }
+        self._beside.forget()
         self._close()
         if lot is not None and self._by_module:
             self._record_from_here()  # parts of the model may be called by themselves, too
@@ -108,7 +116,7 @@ class Recorder(Engine):
         rows, tape = len(lot.indices), None
         self._looks = lot.step not in self._looked and (len(self._looked) < _FIRST_LOTS or self.look_again)
         if self._coupling.wants(lot.step, self.look_again):
-            tape = Tape(rows, self._mean)
+            tape = self._coupling.tape(rows)
             for leaf in () if batch is None else _forms.leaves(batch):
                 if isinstance(leaf, Tensor):
                     tape.add(leaf)
@@ -167,6 +175,7 @@ class Recorder(Engine):
         if self._between.abandoned:
             raise ConfigurationError("the loader was dropped while its lot was in hand: keep it until the last step")
         self._refuse_second_backward()
+        self._beside.refuse_changes()
         reached = [kind for task, kind in self._outsiders.items() if task in self._backwards]
         if reached:
             raise ConfigurationError(
@@ -214,13 +223,15 @@ class Recorder(Engine):
                 + ": use reduction='none', and take the mean over an example's own positions only"
             )
         if rows and not losses.requires_grad:
-            raise ConfigurationError("loader.backward: the losses do not depend on any trainable parameter of the model")
+            raise ConfigurationError(
+                "loader.backward: the losses do not depend on any trainable parameter of the model"
+            )
         if not losses.requires_grad:
             return  # an empty lot has nothing to learn from
         if self._tape is not None and rows > 1:
             self._refuse_crossing(losses)
         if self._tape is not None:
-            self._tape.mean = False
+            self._tape.by_example = True
         self._reduces_by_mean = False
         losses.backward(torch.ones_like(losses))
         if rows and not self._backwards:
@@ -241,6 +252,8 @@ class Recorder(Engine):
                 )
         except RuntimeError:
             return  # a compiled loss, whose graph can be gone through once
+        finally:
+            self._tape.forget_found()
         if not each_its_own(plain, scaled, factors):
             raise ConfigurationError(
                 "loader.backward: the loss of one example depends on the model's outputs for others (pairs, a mean or "
@@ -375,10 +388,21 @@ class Recorder(Engine):
                 "loss per example, fodp.losses.causal_lm(outputs.logits, labels).mean() for a language model"
             )
 
+    def _is_of_no_interest(self, module: nn.Module) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        return self.lot is None or self._checking or not torch.is_grad_enabled() or module in self._inside
+
+    def _before_any_module(self, module: nn.Module, args: Any) -> None:
+        if not self._is_of_no_interest(module):
+            with torch._C.DisableTorchFunction():
+                self._beside.before(module)
+
     def _on_any_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """Of a module that is not the model's but trains: is it reached by this lot's backward pass?"""
-        if self.lot is None or self._checking or not torch.is_grad_enabled() or module in self._inside:
+        if self._is_of_no_interest(module):
             return
+        self._beside.after(module, output)
         kind = type(module).__name__
 
         def reached(_: Tensor) -> None:

@@ -6,6 +6,7 @@ gave; run on other rows they show whether one example's gradient depends on anot
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,9 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 _NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__)
 _ARRAYS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 _IGNORED = -100  # PyTorch's ignore_index is among the arguments of a loss, and is no count
+
+
+Memories = dict[int, "weakref.ref[Tensor]"]  # tensors that lots have made or written into, by identity
 
 
 @dataclass(eq=False)
@@ -56,11 +60,14 @@ class Leaf:
 class Tape:
     """The calls that a lot of so many rows reaches. `mean`: the loss is declared to be the mean over them."""
 
-    def __init__(self, rows: int, mean: bool):
+    def __init__(self, rows: int, mean: bool, earlier: "Memories | None" = None):
         self.rows, self.mean = rows, mean
+        self._earlier: Memories = {} if earlier is None else earlier
+        self.by_example = False  # its owner has given one loss per example
         self._leaves: dict[int, Leaf] = {}
         self._model: set[Any] = set()  # the nodes that made the model's outputs
         self._made: dict[int, Tensor] = {}
+        self._without_grad: set[int] = set()  # what had none when it was made
         self._calls: list[Call] = []
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # outside tensors that were written into, as they were
         self._roots: tuple[list[Tensor], list[Tensor | None], int] = ([], [], 0)
@@ -82,6 +89,11 @@ class Tape:
         """The model's outputs for the lot that have a gradient."""
         return [leaf.tensor for leaf in self._leaves.values() if leaf.of_model and leaf.with_grad]
 
+    def forget_found(self) -> None:
+        """What was found so far was no backward pass of the owner's."""
+        for leaf in self._leaves.values():
+            leaf.found = []
+
     def end_lot(self) -> None:
         """The lot was stepped: from here on it is followed, and nothing is kept to be run again."""
         self._stepped = True
@@ -90,15 +102,16 @@ class Tape:
             leaf.value, leaf.found = leaf.tensor, []
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """What a call is about to write into, as it is now, if that is none of the lot's; notes where backward begins."""
+        """What a call will write into, as it is now, if that is none of the lot's; notes where backward begins."""
         if func in _BACKWARD:
             self._note_roots(func, args, kwargs)
             return None
         if not (_writes(func) and args and isinstance(args[0], Tensor)) or id(args[0]) in self._saved:
             return None
         with torch._C.DisableTorchFunction():
-            known = self._is_known(args[0]) or not any(map(self._is_known, _tensors((args[1:], kwargs))))
-            return None if known or not args[0].numel() else args[0].detach().clone()
+            inner = id(args[0]) in self._made or id(args[0]) in self._leaves
+            reached = any(map(self._is_known, _tensors((args[1:], kwargs)))) or self._is_memory(args[0])
+            return args[0].detach().clone() if reached and not inner and args[0].numel() else None
 
     def after(self, func: Any, args: Any, kwargs: Any, result: Any, before: Tensor | None) -> None:
         """A function was called."""
@@ -106,8 +119,7 @@ class Tape:
             return
         given = _tensors((args, kwargs))
         for tensor in given:
-            if tensor.grad_fn is not None and not self._is_known(tensor) and not self._stepped:
-                self.add(tensor)  # made by code that is not seen: compiled, or with a backward pass of its own
+            self._adopt(tensor)
         if not any(map(self._is_known, given)):
             return
         if func in _NUMBERS:
@@ -123,25 +135,37 @@ class Tape:
         for tensor in results:
             if not tensor.is_leaf or not tensor.requires_grad:  # not a parameter that was handed through
                 self._made[id(tensor)] = tensor
+                (self._without_grad.discard if tensor.requires_grad else self._without_grad.add)(id(tensor))
         if (results or target is not None) and not self._stepped:
             device = (results or [target])[0].device.type  # type: ignore[union-attr]
             cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
             self._calls.append(Call(func, args, kwargs, results, target, torch.is_grad_enabled(), cast))
 
-    def made(self) -> dict[int, "weakref.ref[Tensor]"]:
+    def _adopt(self, tensor: Tensor) -> None:
+        """What code has made that is not seen (compiled, or with a backward pass of its own) is a leaf."""
+        hidden = not self._is_known(tensor) or id(tensor) in self._without_grad
+        if tensor.grad_fn is not None and hidden and not self._stepped:
+            self._made.pop(id(tensor), None)
+            self._without_grad.discard(id(tensor))
+            self.add(tensor)
+
+    def made(self) -> Memories:
         """What was made of the lot or written with it, by identity."""
         return {identity: weakref.ref(tensor) for identity, tensor in self._made.items()}
 
-    def reads(self, earlier: dict[int, "weakref.ref[Tensor]"]) -> bool:
+    def reads_memories(self) -> bool:
         """Whether the loss was given a tensor that earlier lots have made or written into."""
-        constants = [t for call in self.calls() for t in _tensors((call.args, call.kwargs)) if not self._is_new(t)]
-        return any(id(t) in earlier and earlier[id(t)]() is t for t in constants)
+        given = [t for call in self.calls() for t in _tensors((call.args, call.kwargs))]
+        return any(self._is_memory(t) for t in given if not self._is_new(t))
+
+    def _is_memory(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._earlier and self._earlier[id(tensor)]() is tensor
 
     def _is_new(self, tensor: Tensor) -> bool:
         return (id(tensor) in self._made and id(tensor) not in self._saved) or id(tensor) in self._leaves
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._made or id(tensor) in self._leaves
+        return id(tensor) in self._made or id(tensor) in self._leaves or self._is_memory(tensor)
 
     def _note_roots(self, func: Any, args: Any, kwargs: Any) -> None:
         second = "gradient" if func is torch.Tensor.backward else "grad_outputs"
@@ -152,8 +176,7 @@ class Tape:
         roots = [first] if isinstance(first, Tensor) else list(first)
         given = [None] * len(roots) if weights is None else [weights] if isinstance(weights, Tensor) else list(weights)
         for root in roots:
-            if not self._is_known(root) and root.grad_fn is not None:
-                self.add(root)
+            self._adopt(root)
         self._roots = roots, given, len(self._calls)
 
     # --- running it again ------------------------------------------------------------------------------------
@@ -166,7 +189,8 @@ class Tape:
         found = []
         for call in reversed(self._calls[:end]):
             writes = call.target is not None and _storage(call.target) in storages
-            if writes or any(id(result) in needed for result in call.results):
+            makes = any(id(result) in needed and id(result) not in self._leaves for result in call.results)
+            if writes or makes:
                 found.append(call)
                 for tensor in _tensors((call.args, call.kwargs)):
                     needed.add(id(tensor))
@@ -174,7 +198,7 @@ class Tape:
         return found[::-1]
 
     def telling(self) -> list[Leaf]:
-        """The leaves by which gradients leave the loss for the model: a row for each example, or a loss of the model's."""
+        """The leaves by which gradients leave the loss for the model: rows of examples, or a loss of the model's."""
         return [
             leaf
             for leaf in self._reached()
@@ -247,9 +271,10 @@ class Tape:
             return values.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
 
         for call in self.calls():
-            with torch.set_grad_enabled(call.with_grad), call.context():
+            with torch.set_grad_enabled(call.with_grad), call.context(), warnings.catch_warnings(action="ignore"):
                 result = call.func(*tree_map(given, call.args), **tree_map(given, call.kwargs))
-            values |= {id(old): new for old, new in zip(call.results, _tensors(result), strict=True)}
+            made = zip(call.results, _tensors(result), strict=True)
+            values |= {id(old): new for old, new in made if id(old) not in self._leaves or old is call.target}
         roots, weights, _ = self._roots
         ends = [given(root) for root in roots]
         starts = [_start(end, weight) for end, weight in zip(ends, weights, strict=True)]
@@ -270,7 +295,7 @@ class Tape:
         ]
 
     def _scaled(self, gradient: Tensor) -> Tensor:
-        return gradient * len(gradient) if self.mean and gradient.dim() else gradient
+        return gradient * len(gradient) if self.mean and not self.by_example and gradient.dim() else gradient
 
     def numbers(self) -> list[float]:
         """The plain numbers that its calls were given, in order; tensors of one number are such, too."""
