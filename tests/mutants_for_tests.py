@@ -421,6 +421,23 @@ def joint_losses_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.training.recorder.Recorder._look_at_losses", lambda *_: None)
 
 
+def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
+
+
+def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
+    own_losses_not_looked_at(patch)
+    patch.setattr("fodp.training.between._WITH_COUNTS", ())
+
+
+def earlier_lots_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling.over", lambda *_: None)
+
+
+def criteria_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.beside.Beside.refuse_changes", lambda _: None)
+
+
 def nothing_summed(patch: pytest.MonkeyPatch) -> None:
     """The refusal asks whether all gradients are None; it is told that not."""
     patch.setattr("fodp.clipping.engine.all", lambda _: False, raising=False)
@@ -552,6 +569,28 @@ UNSEEN = (
         "a mean over the tokens of all examples",
         "draws/test_premise_loop.py::test_a_mean_over_the_tokens_of_the_whole_lot_is_refused",
         joint_losses_not_compared,
+    ),
+    Unseen(
+        "a mean with class weights in a loop of one's own",
+        "training/test_own_loss.py::test_a_mean_by_weights_or_counts_of_the_lot_is_refused",
+        means_by_counts_of_the_lot_taken,
+        dict(case="cross_entropy"),
+    ),
+    Unseen(
+        "a weighted mean made by hand in a loop of one's own",
+        "training/test_own_loss.py::test_a_hand_made_weighted_mean_is_refused",
+        own_losses_not_looked_at,
+    ),
+    Unseen(
+        "a running mean of earlier lots in the loss",
+        "training/test_own_state.py::test_so_is_one_that_is_brought_up_to_date_after_the_step",
+        earlier_lots_forgotten,
+    ),
+    Unseen(
+        "the buffers of a criterion in a loop of one's own not watched",
+        "training/test_own_state.py::test_a_criterion_that_keeps_something_of_the_lot_is_refused_and_put_back",
+        criteria_not_watched,
+        dict(kind="buffer"),
     ),
     Unseen(
         "a sum that no parameter contributes to",

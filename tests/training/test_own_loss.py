@@ -102,11 +102,13 @@ def test_a_weighted_mean_would_break_the_bound_and_losses_one_by_one_keep_it(mon
     def moved(loss):
         return (first_sum(more, loss) - first_sum(data, loss)).norm().item()
 
+    heavy = WEIGHT**2
+
     def by_example(loader, model, x, y):
-        loader.backward(F.cross_entropy(0.5 * model(x), y, weight=WEIGHT, reduction="none"))
+        loader.backward(F.cross_entropy(0.5 * model(x), y, weight=heavy, reduction="none"))
 
     def mean(loader, model, x, y):
-        F.cross_entropy(0.5 * model(x), y, weight=WEIGHT).backward()
+        F.cross_entropy(0.5 * model(x), y, weight=heavy).backward()
 
     assert 0.9 * CLIP < moved(by_example) <= CLIP * (1 + 1e-5)
     with refused("weights of the whole lot"):
@@ -360,7 +362,7 @@ def test_devices_around_parts_of_the_loop_and_loops_that_break_off_leave_no_mode
 
 @pytest.mark.rule(27)
 def test_a_mode_that_was_taken_away_is_noticed():
-    model, optimizer, loader = loop()
+    model, _, loader = loop()
     x, y = next(iter(loader))
     stolen = torch.overrides._pop_mode()
     with refused("a function mode was taken away"):

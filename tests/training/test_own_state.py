@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_own_loss import loop, losses, plan, train
 from torch import nn
 from torch.nn import functional as F
 
 import fodp
+from test_own_loss import loop, losses, plan, train
 
 
 def refused(words):

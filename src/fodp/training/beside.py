@@ -28,7 +28,18 @@ class _Held:
     name: str
     value: Any
     copy: Any
-    by_name: bool  # another value under that name is a change, too: it is in a checkpoint
+    holder: dict[str, Any] | None = None  # where it has its name; another value there is a change, too
+    key: str = ""
+
+    def put_back(self) -> None:
+        """As it was, also under its name."""
+        if isinstance(self.value, Tensor) and not _same(self.value, self.copy):
+            with torch.no_grad():
+                self.value.copy_(self.copy)
+        elif not isinstance(self.value, Tensor) and self.holder is not None:
+            self.value = _copied(self.copy)
+        if self.holder is not None:
+            self.holder[self.key] = self.value
 
 
 class KeptModule:
@@ -49,43 +60,44 @@ class KeptModule:
         """Put back what can be put back, and raise if anything has changed."""
         now = {held.name: held for held in self._found()}
         changed = [name for name, held in self._held.items() if self._has_changed(held, now.get(name))]
-        changed += [name for name, held in now.items() if held.by_name and name not in self._held]
+        changed += [name for name, held in now.items() if held.holder is not None and name not in self._held]
         self.restore()
         if changed:
             raise PrivacyError(f"{who} keeps {changed[0]} of the lots that it sees, and {ADVICE}")
 
     def restore(self) -> None:
-        """Write back what tensors held before."""
+        """Put back what was held before."""
         for held in self._held.values():
-            if isinstance(held.value, Tensor) and not _same(held.value, held.copy):
-                with torch.no_grad():
-                    held.value.copy_(held.copy)
+            held.put_back()
+        for held in list(self._found()):
+            if held.name not in self._held and held.holder is not None:
+                del held.holder[held.key]
 
     def _found(self) -> Iterator[_Held]:
         for path, part in self.module.named_modules():
             if part in self._leaving_out:
                 continue
             prefix = f"{path}." if path else ""
-            for name, buffer in part._buffers.items():
+            for name, buffer in list(part._buffers.items()):
                 if buffer is not None and not self._is_public(prefix + name):
-                    yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), True)
+                    yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), part._buffers, name)
             states = vars(part).get("_defaults")
-            for name, value in vars(part).items():
+            for name, value in list(vars(part).items()):
                 if self._is_public(prefix + name):
                     continue
                 if isinstance(states, dict) and name in states:
-                    yield _Held(f"the state {prefix}{name}", value, _copied(value), True)
+                    yield _Held(f"the state {prefix}{name}", value, _copied(value), vars(part), name)
                 elif isinstance(value, Tensor) and not value.requires_grad:
-                    yield _Held(f"the tensor {prefix}{name}", value, _copied(value), False)
+                    yield _Held(f"the tensor {prefix}{name}", value, _copied(value))
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 extra = part.get_extra_state()
-                yield _Held(f"the extra state of {path or 'the module'}", None, _copied(extra), True)
+                yield _Held(f"the extra state of {path or 'the module'}", extra, _copied(extra), {})
 
     def _is_public(self, name: str) -> bool:
         return bool(self._public) and name.startswith(self._public)
 
     def _has_changed(self, before: _Held, now: _Held | None) -> bool:
-        if before.by_name:
+        if before.holder is not None:
             return now is None or not _same(now.copy, before.copy)
         return not _same(before.value, before.copy)
 

@@ -1,8 +1,9 @@
 """Whether the loss of a loop of one's own is the declared reduction of its examples' own losses.
 
 Of a lot that is looked at the calls between model and backward pass (`fodp.training.tape`) are run again with some rows
-replaced by others, and with fewer rows: what the loss says about the rows that are still there must stay what it was. A number of rows that the
-code has read as a plain number (`len(batch)`) stands still in there, so lots of two sizes are compared, too.
+replaced by others, and with fewer rows: what the loss says about the rows that are still there must stay what it was. A
+number of rows that the code has read as a plain number (`len(batch)`) stands still in there, so lots of two sizes are
+compared, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +97,7 @@ class Coupling:
             return False
         if not _mentions_rows(tape) and tape.rows > 2:
             fewer = torch.arange(0, tape.rows, 2) if tape.rows > 3 else torch.arange(2)
-            moved = _moved_by(tape, lambda value: value[fewer.to(value.device)], fewer, torch.arange(len(fewer)))
+            moved = _moved_by(tape, _chosen(fewer), fewer, torch.arange(len(fewer)))
             if moved is not None:
                 self._reduction_known = True
                 return moved > _allowed(tape)
@@ -143,7 +144,11 @@ def _replacements(tape: Tape) -> Iterator[tuple[Rows, Tensor]]:
         for half in (halves, halves[::-1])[number % 2]:
             order = everyone.clone()
             order[half] = other
-            yield lambda value, order=order: value[order.to(value.device)], everyone[~torch.isin(everyone, half)]
+            yield _chosen(order), everyone[~torch.isin(everyone, half)]
+
+
+def _chosen(order: Tensor) -> Rows:
+    return lambda value: value[order.to(value.device)]
 
 
 def _telling_rows(tape: Tape) -> list[int]:

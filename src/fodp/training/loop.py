@@ -66,18 +66,21 @@ def make_private(
 
     Model and optimizer are the objects you gave, so schedulers, parameter groups and frozen layers act as
     ever. The loader hands out exactly `plan.steps` Poisson lots. Do one forward pass of the whole batch
-    through `model(...)`, one backward and one `optimizer.step()` for each, also for empty lots: their mean
-    loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
+    through `model(...)`, one `loader.backward(losses)` and one `optimizer.step()` for each, also for empty lots: their
+    mean loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
     the release divided by L; between backward and step it holds nothing.
+
+    Give `loader.backward` one loss per example: there is no reduction to get wrong. `loss.backward()` works too, if
+    the loss is the declared reduction ("mean" over the lot's examples, or "sum") of losses that depend on one example
+    each.
 
     Guarantee: the parameters after any step that was fixed beforehand are (ε, δ)-differentially private with
     ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
-    provided that the model is fed the loader's batch and the loss is the declared reduction ("mean" over the
-    lot's examples, or "sum") of losses that depend on one example each. Nobody can see that from here: a loss
-    that couples examples (contrastive losses, class weights with a mean, a mean over tokens of unequal
-    counts), a wrongly declared reduction or a rescaled loss (GradScaler) cannot be detected and void the
-    guarantee. `fodp.Trainer` takes one loss per example and checks it. Batches, their sizes and losses
-    stay private: publish none of them.
+    provided that the model is fed the loader's batch and each example's loss depends on that example alone. That is
+    looked at in the first lots and in about 1 of 256 steps; means with weights or ignored targets, another reduction
+    than the declared one, and what a lot leaves for the next are refused. Unseen is what only other lots would show,
+    and what a loss takes from NumPy or from plain Python numbers. Batches, their sizes and losses stay private:
+    publish none of them.
 
     `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. A loop that
     ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
@@ -106,8 +109,8 @@ def make_private(
         >>> model, optimizer, loader = make_private(model, optimizer, data, plan)
         >>> for inputs, labels in loader:
         ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-        ...     loss.backward()
+        ...     losses = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        ...     loader.backward(losses)
         ...     optimizer.step()
         >>> loader.epsilon() == plan.epsilon()
         True

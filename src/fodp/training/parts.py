@@ -24,11 +24,12 @@ class LotParts:
 
         for lot in loader:
             for inputs, labels in lot:
-                loss_fn(model(inputs), labels).backward()
+                loader.backward(loss_fn(model(inputs), labels))  # one loss per example
             optimizer.step()
 
-    Each part's loss is reduced over that part, as declared; do not divide it by the number of parts. Every example's
-    gradient is clipped before it is added to those of earlier parts. How many parts there are is private.
+    A loss that you reduce yourself is reduced over its part, as declared; do not divide it by the number of parts.
+    Every example's gradient is clipped before it is added to those of earlier parts. How many parts there are is
+    private.
     """
 
     def __init__(self, run: "_LoopRun", lot: Lot, at_once: int, blocks: tuple[float, ...] | None):

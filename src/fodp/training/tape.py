@@ -129,15 +129,13 @@ class Tape:
         results = _tensors(result)
         if target is not None and before is not None:
             self._saved[id(target)] = (target, before)
-            for tensor in (target, target._base):
-                if tensor is not None:
-                    self._made[id(tensor)] = tensor
+            self._made |= {id(written): written for written in (target, target._base) if written is not None}
         for tensor in results:
             if not tensor.is_leaf or not tensor.requires_grad:  # not a parameter that was handed through
                 self._made[id(tensor)] = tensor
                 (self._without_grad.discard if tensor.requires_grad else self._without_grad.add)(id(tensor))
         if (results or target is not None) and not self._stepped:
-            device = (results or [target])[0].device.type  # type: ignore[union-attr]
+            device = (results[0] if results else given[0]).device.type
             cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
             self._calls.append(Call(func, args, kwargs, results, target, torch.is_grad_enabled(), cast))
 
@@ -174,7 +172,9 @@ class Tape:
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         weights = args[place] if len(args) > place else kwargs.get(second)
         roots = [first] if isinstance(first, Tensor) else list(first)
-        given = [None] * len(roots) if weights is None else [weights] if isinstance(weights, Tensor) else list(weights)
+        given: list[Tensor | None] = [None] * len(roots)
+        if weights is not None:
+            given = [weights] if isinstance(weights, Tensor) else list(weights)
         for root in roots:
             self._adopt(root)
         self._roots = roots, given, len(self._calls)
