@@ -37,12 +37,10 @@ class Between(TorchFunctionMode):
         self.abandoned = False  # its loader is gone, while a lot waited for its step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tape, counts = self.tape, func in _WITH_COUNTS and self._rows
+        if (tape is None and not counts) or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        tape, counts = self.tape, self._rows and func in _WITH_COUNTS
-        if tape is None and not counts:
-            return func(*args, **kwargs)
         before = None if tape is None else tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -55,10 +53,16 @@ class Between(TorchFunctionMode):
         return result
 
     def open(self, rows: int, tape: Tape | None) -> None:
-        """Begin with a lot, or a part of one, of so many rows."""
+        """Begin with a lot, or a part of one, of so many rows; without a tape not before the model has an output."""
         self.close()
         self.tape, self._rows, self._joint = tape, rows, {}
-        self._enter()
+        if tape is not None:
+            self._enter()
+
+    def model_returned(self) -> None:
+        """From here on a loss may be computed."""
+        if self._rows:
+            self._enter()
 
     def end_lot(self) -> None:
         """The lot was stepped: what is made of it from here on is only followed, if there is a tape."""
@@ -81,7 +85,8 @@ class Between(TorchFunctionMode):
     def unheard(self) -> Iterator[None]:
         """Work of the library's own, and the model's forward pass, are not listened to."""
         with_it = self._on
-        self._leave()
+        if with_it:
+            self._leave()
         try:
             yield
         finally:
@@ -103,10 +108,10 @@ class Between(TorchFunctionMode):
         """Below all other modes, which come and go in their own order; torch.set_default_device wants to be lower."""
         if self._on:
             return
-        lowest = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
         above = []
-        while (stack := _get_current_function_mode_stack()) and stack[-1] is not lowest:
-            above.append(_pop_mode())
+        if stack := _get_current_function_mode_stack():
+            lowest = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+            above = [_pop_mode() for mode in stack if mode is not lowest]
         _push_mode(self)
         for mode in reversed(above):
             _push_mode(mode)

@@ -295,6 +295,8 @@ class Recorder(Engine):
                     if self._inside_model is not None:
                         self._inside_model.__exit__(None, None, None)
                     self._inside_model = None
+                    if self._model_called:
+                        self._between.model_returned()
             return None
 
         handles.append(self.model.register_forward_pre_hook(called, with_kwargs=True))
