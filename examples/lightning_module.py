@@ -19,7 +19,9 @@ class Classifier(pl.LightningModule):
         return self.net(inputs)
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])  # the training loss is private: self.log would be dropped
+        return F.cross_entropy(
+            self(batch[0]), batch[1], reduction="none"
+        )  # one loss per example; private: do not log it
 
     def validation_step(self, batch, batch_idx):
         self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), prog_bar=True)

@@ -21,7 +21,7 @@ plan = fodp.Plan.calibrated(
 model, optimizer, loader = fodp.make_private(model, optimizer, private, plan)
 for batch, targets in loader:  # Poisson lots; their sizes and losses are private, so print none of them
     optimizer.zero_grad()
-    F.cross_entropy(model(batch), targets).backward()
+    loader.backward(F.cross_entropy(model(batch), targets, reduction="none"))  # one loss per example
     optimizer.step()  # clip, sum, add noise, then your optimizer's step
 
 accuracy = (model(public[0]).argmax(1) == public[1]).float().mean()

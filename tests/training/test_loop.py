@@ -359,8 +359,9 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(reduction, outlier):
 
 
 @pytest.mark.rule(3)
-def test_a_wrongly_declared_reduction_would_break_the_bound():
-    """What the docstring warns of; and the proof that the test above can fail."""
+@pytest.mark.rule(27)
+def test_a_wrongly_declared_reduction_would_break_the_bound_and_is_refused(monkeypatch):
+    """The proof that the test above can fail, where nobody looks at the loss."""
     model, data = problem()
 
     def losses(m, b):
@@ -368,6 +369,9 @@ def test_a_wrongly_declared_reduction_would_break_the_bound():
 
     norm = fodp.clipped_sum(model, losses, data[:1], clip_norm=1e6).norm().item()
     ten, eleven = (TensorDataset(*(c[:1].expand(n, *c.shape[1:]) for c in data.tensors)) for n in (10, 11))
+    with refused("not the mean of its examples' own losses"):
+        released_sum(ten, "sum", "mean")
+    monkeypatch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
     for declared, breaks in (("sum", False), ("mean", True)):
         sums = [released_sum(copies, "sum", declared, clip_norm=11 * norm) for copies in (ten, eleven)]
         assert ((sums[1] - sums[0]).norm() > 1.5 * 11 * norm) == breaks
@@ -654,12 +658,12 @@ def test_a_missing_last_step_is_refused():
                 advance(model, optimizer, batch)
 
 
-def test_a_spent_plan_is_refused():
+def test_a_spent_plan_has_no_more_lots():
     model, optimizer, loader = private(the_plan=plan(steps=2))
     for batch in loader:
         advance(model, optimizer, batch)
-    with refused("2 steps are done"):
-        iter(loader)
+    with pytest.warns(UserWarning, match="2 steps are done"):
+        assert list(loader) == []
 
 
 def test_a_backward_through_an_earlier_lots_forward_is_refused():

@@ -24,7 +24,8 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.utilities.combined_loader import CombinedLoader  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate  # noqa: E402
 
 from fodp import _checks  # noqa: E402
@@ -35,8 +36,9 @@ from fodp.ledger import Ledger  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.private_data import refuse_private  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
+from fodp.training.beside import KeptModule  # noqa: E402
 from fodp.training.export import privacy_card  # noqa: E402
-from fodp.training.fitting import stated_epsilon  # noqa: E402
+from fodp.training.fitting import refuse_plateau, stated_epsilon  # noqa: E402
 from fodp.training.foreign import loop_state, take_up  # noqa: E402
 from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
 
@@ -109,8 +111,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
     """Makes a Trainer's fit private under a plan: `Trainer(callbacks=[PrivateTraining(plan)])`.
 
     The data set and `collate_fn` are those of the training loader; its batch size and order are not used, for the plan
-    draws Poisson lots. An epoch is round(1/q) lots, and the fit ends after the plan's steps. The loss of a
-    `training_step` is the `loss_reduction` ("mean" or "sum") of its examples' own losses; what it logs is private and
+    draws Poisson lots. An epoch is round(1/q) lots, and the fit ends after the plan's steps. A `training_step`
+    returns one loss per example, or the `loss_reduction` ("mean" or "sum") of them; what it logs is private and
     dropped, with a line. Guarantee: that of `fodp.make_private`, for the module after the fit and its checkpoints.
 
     Args:
@@ -119,6 +121,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         loss_reduction: "mean" over the lot's examples, or "sum".
         public_validation: say True if the validation data is public: its scores are shown as they are.
         public_logs: names that may be logged in training, such as a learning rate: nothing computed from a batch.
+        public_state: how the names of buffers begin that may change in training, being made of the weights alone, such
+            as those of a moving average: nothing computed from a batch. Any other change of state is refused.
     """
 
     @in_our_words("PrivateTraining")
@@ -130,6 +134,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         loss_reduction: str = "mean",
         public_validation: bool = False,
         public_logs: Iterable[str] = (),
+        public_state: Iterable[str] = (),
     ):
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {_checks.shown(plan)}")
@@ -140,7 +145,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             )
         self.plan, self.ledger, self.loss_reduction = plan, ledger, loss_reduction
         self.public_validation = public_validation
-        self._public = {"epsilon", *public_logs}
+        self._public, self._public_state = {"epsilon", *public_logs}, tuple(public_state)
+        self._followed: set[str] = set()  # names that schedulers follow
         self._dropped: set[str] = set()
         self._loader: PrivateLoader | None = None
         self._loaded: dict[str, Any] | None = None
@@ -181,7 +187,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             )
         self._set_length(trainer)
         ordinary = trainer.strategy.precision_plugin
-        trainer.strategy.precision_plugin = _PrivateStep()
+        trainer.strategy.precision_plugin = _PrivateStep(self._backward)
         self._undo.append(lambda: setattr(trainer.strategy, "precision_plugin", ordinary))
 
     def _set_length(self, trainer: pl.Trainer) -> None:
@@ -237,6 +243,9 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             ledger=None if taken_up else self.ledger,
         )
         self._undo.append(self._loader.close)
+        averages = {m for a in pl_module.modules() if isinstance(a, AveragedModel) for m in a.modules()}
+        self._loader._run.keep_beside = lambda: KeptModule(pl_module, frozenset(averages), self._public_state)
+        self._refuse_plateau(trainer)
         if self._loaded is not None:
             take_up(self._loader, self._loaded, self.ledger)
             self._loaded = None
@@ -270,13 +279,25 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         """As for a test."""
         self._refuse_private_rows("the data to predict", trainer.predict_dataloaders)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """As for a test; in a fit they were compared when it began."""
-        if trainer.state.fn == "validate":
-            self._refuse_private_rows("the validation data", trainer.val_dataloaders)
+    def _refuse_plateau(self, trainer: pl.Trainer) -> None:
+        """A scheduler may follow a score on public validation data, and no other."""
+        for config in trainer.lr_scheduler_configs:
+            if not (self.public_validation and trainer.enable_validation):
+                refuse_plateau(config.scheduler, "give public validation data whose score it follows (monitor=)")
+            elif config.reduce_on_plateau and config.monitor is not None:
+                self._followed.add(config.monitor)
+
+    def _backward(self, losses: Tensor) -> None:
+        assert self._loader is not None
+        self._loader.backward(losses)
 
     def _guarded(self, log: Callable[..., None]) -> Callable[..., None]:
         def public_only(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+            if name in self._followed and name not in self._public:
+                raise ConfigurationError(
+                    f"a scheduler follows {name!r}, which training computes from private batches: let it follow a "
+                    "score on public validation data, or the step alone"
+                )
             if name in self._public:
                 log(fx, name, *args, **kwargs)
             elif name not in self._dropped:
@@ -288,6 +309,25 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
                 )
 
         return public_only
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """As for a test. In a fit the rows were compared before, and what they change in the module is no lot's."""
+        if trainer.state.fn == "validate":
+            self._refuse_private_rows("the validation data", trainer.val_dataloaders)
+        if self._loader is not None:
+            self._loader._run.forget_kept()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to write what the module has kept of a lot."""
+        if self._loader is not None:
+            self._loader._run.refuse_kept()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The last lot, too, has left nothing."""
+        if self._loader is not None:
+            self._loader._run.forget_kept()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
@@ -325,8 +365,19 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
 class _PrivateStep(Precision):  # type: ignore[misc]
     """Runs forward and backward pass first, then the optimizer's step: Lightning would do the first inside the second.
 
-    A private step releases what the backward pass has left, so that must be over before it.
+    A private step releases what the backward pass has left, so that must be over before it. If a training_step returns
+    one loss per example, the loop adds them up.
     """
+
+    def __init__(self, backward: Callable[[Tensor], None]):
+        super().__init__()
+        self._backward = backward
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if tensor.dim() == 1:
+            self._backward(tensor)
+        else:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         result = self._wrap_closure(model, optimizer, closure)

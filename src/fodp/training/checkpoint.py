@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import fodp
+from fodp import _checks
 from fodp._checks import ConfigurationError, DataError, LedgerError, PrivacyError
 from fodp._files import atomically, make_room
 from fodp.plan import Plan

@@ -3,10 +3,12 @@
 import math
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
@@ -54,6 +56,15 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
         missing = [n for n, p in zip(run.engine.layout.names, run.trained, strict=True) if id(p) not in held]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
+
+
+def refuse_plateau(scheduler: Any, otherwise: str) -> None:
+    """Raise for a scheduler that wants a score: in training there is none that no record is in."""
+    if any(isinstance(part, ReduceLROnPlateau) for part in (scheduler, *getattr(scheduler, "_schedulers", ()))):
+        raise ConfigurationError(
+            "ReduceLROnPlateau wants a score at every step, and there is none to give it: use a scheduler "
+            f"of the step alone (StepLR, CosineAnnealingLR), or {otherwise}"
+        )
 
 
 def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:

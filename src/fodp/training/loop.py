@@ -5,6 +5,7 @@ the per-example gradients in there are clipped, summed and released by the plan'
 release reaches `.grad`, where the real optimizer finds it.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,10 @@ from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.averaged import AveragedWeights
 from fodp.training.bad_records import explain_reading, refuse_unlike
+from fodp.training.beside import KeptModule
 from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer
+from fodp.training.fitting import fitting_optimizer, refuse_plateau
 from fodp.training.loss_watch import LossWatch
 from fodp.training.order import refuse_other_order
 from fodp.training.padding import compare_alone
@@ -70,18 +72,21 @@ def make_private(
 
     Model and optimizer are the objects you gave, so schedulers, parameter groups and frozen layers act as
     ever. The loader hands out exactly `plan.steps` Poisson lots. Do one forward pass of the whole batch
-    through `model(...)`, one backward and one `optimizer.step()` for each, also for empty lots: their mean
-    loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
+    through `model(...)`, one `loader.backward(losses)` and one `optimizer.step()` for each, also for empty lots: their
+    mean loss is NaN, their step is noise only and finite (the backward may be left out). After a step `.grad` holds
     the release divided by L; between backward and step it holds nothing.
+
+    Give `loader.backward` one loss per example: there is no reduction to get wrong. `loss.backward()` works too, if
+    the loss is the declared reduction ("mean" over the lot's examples, or "sum") of losses that depend on one example
+    each.
 
     Guarantee: the parameters after any step that was fixed beforehand are (ε, δ)-differentially private with
     ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
-    provided that the model is fed the loader's batch and the loss is the declared reduction ("mean" over the
-    lot's examples, or "sum") of losses that depend on one example each. Nobody can see that from here: a loss
-    that couples examples (contrastive losses, class weights with a mean, a mean over tokens of unequal
-    counts), a wrongly declared reduction or a rescaled loss (GradScaler) cannot be detected and void the
-    guarantee. `fodp.Trainer` takes one loss per example and checks it. Batches, their sizes and losses
-    stay private: publish none of them.
+    provided that the model is fed the loader's batch and each example's loss depends on that example alone. That is
+    looked at in the first lots and in about 1 of 256 steps; means with weights or ignored targets, another reduction
+    than the declared one, and what a lot leaves for the next are refused. Unseen is what only other lots would show,
+    and what a loss takes from NumPy or from plain Python numbers. Batches, their sizes and losses stay private:
+    publish none of them.
 
     `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. A loop that
     ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
@@ -110,8 +115,8 @@ def make_private(
         >>> model, optimizer, loader = make_private(model, optimizer, data, plan)
         >>> for inputs, labels in loader:
         ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-        ...     loss.backward()
+        ...     losses = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        ...     loader.backward(losses)
         ...     optimizer.step()
         >>> loader.epsilon() == plan.epsilon()
         True
@@ -139,6 +144,7 @@ def make_private(
             "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they "
             f"are clipped: give the plain model, or {TRAINER}"
         )
+    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
     recorder = Recorder(model, loss_reduction == "mean")
     run = _LoopRun(
         model,
@@ -180,12 +186,23 @@ class PrivateLoader:
     def __init__(self, run: "_LoopRun", keeper: LoopKeeper):
         self._run, self._keeper = run, keeper
         self._detach = run.attach()
+        self._warned = False  # that there are no lots any more
+        weakref.finalize(self, run.engine.abandon)
 
     def __len__(self) -> int:
         return self._run.plan.steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._run.refuse_spent()
+        if self._run.is_spent():
+            if not self._warned:
+                warnings.warn(
+                    f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
+                    "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps",
+                    stacklevel=2,
+                )
+            self._warned = True
+            return iter(())
+        self._run.refuse_closed()
         return self._lots()
 
     def _lots(self) -> Iterator[Any]:
@@ -229,6 +246,16 @@ class PrivateLoader:
         self._run.take_iterate()
         with self._run.weights.inside():
             yield
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """The backward pass of a lot, or of a part of one: `losses` has one loss for each row of the batch.
+
+        Use it instead of `loss.backward()`. The examples' gradients are those of their own losses, whatever
+        `loss_reduction` says, so there is no reduction to get wrong. Of an empty lot the losses are empty, and nothing
+        happens. Losses of another shape, or that do not depend on the model, are refused; so are losses that depend on
+        other examples of the lot, where a lot is looked at.
+        """
+        self._run.engine.backward(losses)
 
     def epsilon(self, *, delta: float | None = None) -> float:
         """ε at δ of the steps taken so far. Reading changes nothing.
@@ -275,10 +302,22 @@ class _LoopRun(Run):
         self._parts: LotParts | None = None  # and its parts, if it has any
         self.account: Account | None = None
         self.weights = AveragedWeights(self)
+        self.keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
+        self._beside: KeptModule | None = None  # as it was when the lot was handed out
         self._stepped = False  # since the average has taken an iterate in
         self.labels = LossWatch(dataset, self._batches, self._refused, lambda: recorder._checking)
         recorder.refused = self._refused
         self._end: Callable[[], None] = lambda: None  # what gives model and optimizer back
+
+    def refuse_kept(self) -> None:
+        """Raise if what holds the model has kept something of the lots since the last one was handed out."""
+        if self._beside is not None:
+            self._beside.refuse_changes(f"{type(self._beside.module).__name__}")
+
+    def forget_kept(self) -> None:
+        """What changes from here to the next lot is not of a lot."""
+        self.refuse_kept()
+        self._beside = None
 
     def take_iterate(self) -> None:
         """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
@@ -292,18 +331,30 @@ class _LoopRun(Run):
             self.average.take(self.parameters(), self.step, self.plan.steps)
         self._stepped = False
 
+    def is_spent(self) -> bool:
+        """Whether the plan's steps were all taken, in a loader that is still open."""
+        return self.step >= self.plan.steps and not self._closed
+
     def refuse_spent(self) -> None:
         """Raise when there is nothing more to draw."""
-        if self.step >= self.plan.steps:
+        if self.is_spent():
             raise ConfigurationError(
                 f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
                 "longer one needs another plan"
             )
+        self.refuse_closed()
+
+    def refuse_closed(self) -> None:
+        """Raise if the loader was closed."""
         if self._closed:
             raise ConfigurationError("this loader is closed: call make_private again, with a plan of its own")
 
     def next_batch(self) -> Any:
         """Draw the next step's lot, once the last one was stepped."""
+        with self.engine.unheard():
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
         self.refuse_spent()
         refuse_other_group(self.ranks)
         self.refuse_other_process()
@@ -321,7 +372,9 @@ class _LoopRun(Run):
         if self.weights.iterate is not None:
             raise ConfigurationError("the model is the average of its iterates here: train on outside of averaged()")
         self.take_iterate()
+        self.forget_kept()
         self._begin()
+        self._beside = None if self.keep_beside is None else self.keep_beside()
         self._buffers = KeptState(self._model, (), self._parameters)
         lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
         if self._microbatch is None:
@@ -339,7 +392,7 @@ class _LoopRun(Run):
             looks = looks or (self._collates and len(part.indices) > 1 and self._widths.grow(batch))
             if looks and len(part.indices) > 1:  # one record alone tells nothing
                 self._collate_looks.told(self.step)
-            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None)
+            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None, batch)
         except BaseException as error:
             self.abandon_lot()
             found = explain_reading(self._batches, part.indices.tolist(), error)
@@ -414,7 +467,8 @@ class _LoopRun(Run):
                 raise ConfigurationError(
                     f"optimizer.step() takes no closure here, whose gradients would not be private: {LOOP}"
                 )
-            self._private_step()
+            with self.engine.unheard():
+                self._private_step()
             self._stepping = True
 
         def after_step(*_: Any) -> None:
@@ -430,6 +484,7 @@ class _LoopRun(Run):
                 self.account.settle(self.step)
             stepped, self._closed = self._drawn is None, True
             self._forget_lot()
+            self.engine.stop_listening()
             self.close_workers()
             for handle in handles:
                 handle.remove()
@@ -449,6 +504,7 @@ class _LoopRun(Run):
             )
         self._refuse_changes()
         self._buffers.refuse_changes()
+        self.refuse_kept()
         if self._parts is None:
             self.engine.refuse_incomplete()
         else:
@@ -462,6 +518,7 @@ class _LoopRun(Run):
         GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
         self.method.tune(self._optimizer, self, self.state)
         if self.step == self.plan.steps:
+            self.engine.stop_listening()
             self.close_workers()
             if self.account is not None:
                 self.account.settle(self.step)

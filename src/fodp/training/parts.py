@@ -24,11 +24,12 @@ class LotParts:
 
         for lot in loader:
             for inputs, labels in lot:
-                loss_fn(model(inputs), labels).backward()
+                loader.backward(loss_fn(model(inputs), labels))  # one loss per example
             optimizer.step()
 
-    Each part's loss is reduced over that part, as declared; do not divide it by the number of parts. Every example's
-    gradient is clipped before it is added to those of earlier parts. How many parts there are is private.
+    A loss that you reduce yourself is reduced over its part, as declared; do not divide it by the number of parts.
+    Every example's gradient is clipped before it is added to those of earlier parts. How many parts there are is
+    private.
     """
 
     def __init__(self, run: "_LoopRun", lot: Lot, at_once: int, blocks: tuple[float, ...] | None):
@@ -71,14 +72,15 @@ class LotParts:
         if self._part is None:
             return
         engine = self._run.engine
-        engine.refuse_incomplete()
-        part, self._part = self._part, None
-        try:
-            self._gathered.add(self._run.part_gradients(part, self._lot, self._blocks))
-        except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
-            self._run.abandon_lot()
-            raise
-        engine.start_between_parts()
+        with engine.unheard():
+            engine.refuse_incomplete()
+            part, self._part = self._part, None
+            try:
+                self._gathered.add(self._run.part_gradients(part, self._lot, self._blocks))
+            except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
+                self._run.abandon_lot()
+                raise
+            engine.start_between_parts()
 
 
 def blocks_of(run: "_LoopRun") -> tuple[float, ...] | None:

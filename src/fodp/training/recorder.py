@@ -1,13 +1,15 @@
 """Per-example gradients of a loop that somebody else runs: hooks record what its passes compute anyway."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fodp import _forms
 from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
@@ -21,7 +23,11 @@ from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
 from fodp.sampling import Lot
 from fodp.training.bad_records import explain_rows
+from fodp.training.beside import Beside
+from fodp.training.between import Between
+from fodp.training.coupling import Coupling, each_its_own
 from fodp.training.padding import Padded
+from fodp.training.tape import Tape
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
 _COMPARED = 4
@@ -50,22 +56,30 @@ class Recorder(Engine):
         self._checking = False
         self._compared = False
         self._looked_at: Lot | None = None  # the lot, or part of one, that was looked at last: in all its passes
+        self._between, self._coupling = Between(), Coupling(mean)
         self._rebuild: Callable[[list[Tensor]], Any]  # the model's arguments from those that hold examples
         self._pass: OwnPass | None = None  # the owner's forward pass, while it lasts
         self._stood_in: Marks | None = None  # where generators stood when a made-up row stood in for an empty lot
         self._joint_losses: set[int] = set()  # which of the model's outputs are losses that join examples
         self._inside = set(model.modules())
+        self._beside = Beside(self._inside)
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
         self._open: Recording | None = None  # what records now
         self.refused: Callable[[DataError], DataError] = lambda found: found  # how data that does not fit is told
+        self._inside_model: AbstractContextManager[None] | None = None  # while its forward pass lasts
         self.start(None)
 
-    def start(self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None) -> None:
+    def start(
+        self, lot: Lot | None, source: Source | None = None, padded: Padded | None = None, batch: Any = None
+    ) -> None:
         """Forget what was recorded and listen for this lot; None: listen for nothing.
 
-        `source` is where its records draw from; `padded` says that records look otherwise alone than in the lot.
+        `source` is where its records draw from; `padded` says that records look otherwise alone than in the lot;
+        `batch` is what the owner is given.
         """
         self.lot, self._source, self._padded = lot, source, padded
+        self._reduces_by_mean = self._mean  # loader.backward says otherwise for its lot
+        self._listen_between(lot, batch)
         self._marks = Marks()  # whatever moves PyTorch's generator from here to the step was not drawn by record
         self._outsiders: dict[int, str] = {}  # backward passes that reached modules which are not the model's
         self._model_called = self._made_up = False
@@ -74,7 +88,13 @@ class Recorder(Engine):
         for handle in self._followed.values():
             handle.remove()
         # A hook on all modules, while there is a lot to be stepped.
-        self._followed = {} if lot is None else {0: register_module_forward_hook(self._on_any_module)}
+        self._followed = {}
+        if lot is not None:
+            self._followed = {
+                0: register_module_forward_hook(self._on_any_module),
+                1: register_module_forward_pre_hook(self._before_any_module),
+            }
+        self._beside.forget()
         self._close()
         if lot is not None and self._by_module:
             self._record_from_here()  # parts of the model may be called by themselves, too
@@ -83,6 +103,39 @@ class Recorder(Engine):
         if lot is not None:
             for parameter in self.layout.parameters:
                 parameter.grad = None
+
+    def _listen_between(self, lot: Lot | None, batch: Any) -> None:
+        """To what is called outside of the model: from a lot to its step, with a tape until the next lot."""
+        if lot is None:
+            if self._tape is not None:
+                self._tape.end_lot()
+            self._between.end_lot()
+            return
+        if self._tape is not None:
+            self._coupling.over(self._tape)
+        rows, tape = len(lot.indices), None
+        if self._coupling.wants(lot.step, self.look_again):
+            tape = self._coupling.tape(rows)
+            for leaf in () if batch is None else _forms.leaves(batch):
+                if isinstance(leaf, Tensor):
+                    tape.add(leaf)
+        self._between.open(rows, tape)
+
+    @property
+    def _tape(self) -> Tape | None:
+        return self._between.tape
+
+    def unheard(self) -> AbstractContextManager[None]:
+        """Around work of the library's own between the loader and the next lot."""
+        return self._between.unheard()
+
+    def stop_listening(self) -> None:
+        """The run is over."""
+        self._between.close()
+
+    def abandon(self) -> None:
+        """Nobody has the loader any more, so nobody will end what listens between the loader and the step."""
+        self._between.abandon()
 
     def start_between_parts(self) -> None:
         """Forget a part of a lot; until the next one is handed out there is nothing to listen for."""
@@ -98,7 +151,7 @@ class Recorder(Engine):
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         for recording in self._recordings:
             caught = [slot.gradient for slot in recording.targets()]
-            gradients = [g if g is None or not self._mean else g * rows for g in caught]
+            gradients = [g if g is None or not self._reduces_by_mean else g * rows for g in caught]
             try:
                 for parameter, use in recording.uses(gradients, rows, alive=False):
                     by_parameter[parameter].append(use)
@@ -118,7 +171,10 @@ class Recorder(Engine):
         """Raise unless one forward and one backward pass of exactly this lot were recorded and understood."""
         assert self.lot is not None
         rows = len(self.lot.indices)
+        if self._between.abandoned:
+            raise ConfigurationError("the loader was dropped while its lot was in hand: keep it until the last step")
         self._refuse_second_backward()
+        self._beside.refuse_changes()
         reached = [kind for task, kind in self._outsiders.items() if task in self._backwards]
         if reached:
             raise ConfigurationError(
@@ -150,6 +206,69 @@ class Recorder(Engine):
             )
         if rows > 1 and not self._compared:
             self._compare_sums(self.lot)
+        if rows and self._tape is not None:
+            with self._quietly():
+                self._coupling.refuse(self._tape, self.lot.step)
+
+    def backward(self, losses: Any) -> None:
+        """The backward pass of one loss per example, added up here."""
+        if self.lot is None:
+            raise ConfigurationError(f"loader.backward() without a lot in hand: {LOOP}")
+        rows = len(self.lot.indices)
+        if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
+            raise ConfigurationError(
+                "loader.backward takes one loss per example, a tensor of as many numbers as the batch has rows, got "
+                + (f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__)
+                + ": use reduction='none', and take the mean over an example's own positions only"
+            )
+        if rows and not losses.requires_grad:
+            raise ConfigurationError(
+                "loader.backward: the losses do not depend on any trainable parameter of the model"
+            )
+        if not losses.requires_grad:
+            return  # an empty lot has nothing to learn from
+        if self._tape is not None and rows > 1:
+            self._refuse_crossing(losses)
+        if self._tape is not None:
+            self._tape.by_example = True
+        self._reduces_by_mean = False
+        losses.backward(torch.ones_like(losses))
+        if rows and not self._backwards:
+            raise ConfigurationError("loader.backward: the losses do not depend on the model's outputs for this lot")
+
+    def _refuse_crossing(self, losses: Tensor) -> None:
+        """Raise if the loss of one example has a gradient at the model's outputs for another."""
+        assert self._tape is not None
+        outputs = self._tape.outputs()
+        if not outputs:
+            return
+        factors = 1 + _weights(len(losses)).abs().to(losses)
+        try:
+            with self._quietly():
+                plain, scaled = (
+                    torch.autograd.grad(losses, outputs, start, retain_graph=True, allow_unused=True)
+                    for start in (torch.ones_like(losses), factors)
+                )
+        except RuntimeError:
+            return  # a compiled loss, whose graph can be gone through once
+        finally:
+            self._tape.forget_found()
+        if not each_its_own(plain, scaled, factors):
+            raise ConfigurationError(
+                "loader.backward: the loss of one example depends on the model's outputs for others (pairs, a mean or "
+                "a normalisation over the lot), so that one example more changes the gradients of all: compute each "
+                "loss from its own example alone"
+            )
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Passes of the library's own over what the owner has computed."""
+        self._checking = True
+        try:
+            with self.unheard():
+                yield
+        finally:
+            self._checking = False
 
     def listen(self) -> list[Any]:
         """Put the hooks in place; returns their handles.
@@ -160,14 +279,23 @@ class Recorder(Engine):
 
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is self.model and not self._checking:
+                self._inside_model = self.unheard()
+                self._inside_model.__enter__()
                 self._on_model_call(args, kwargs)
                 return self._with_stand_in(args, kwargs)
             return None
 
         def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if module is self.model and not self._checking:
-                self._on_model_return(output)
-                return self._without_stand_in(output)
+                try:
+                    self._on_model_return(output)
+                    return self._without_stand_in(output)
+                finally:
+                    if self._inside_model is not None:
+                        self._inside_model.__exit__(None, None, None)
+                    self._inside_model = None
+                    if self._model_called:
+                        self._between.model_returned()
             return None
 
         handles.append(self.model.register_forward_pre_hook(called, with_kwargs=True))
@@ -220,6 +348,9 @@ class Recorder(Engine):
         current, self._pass = self._pass, None
         if current is not None:
             current.end(output is not None)  # None: the forward pass has raised
+        if self._tape is not None and self.lot is not None and self._model_called:
+            for leaf in _outputs(output):
+                self._tape.add(leaf, of_model=True)
         if self.lot is not None and self._joint_losses:
             for place, leaf in enumerate(_outputs(output)):
                 if place in self._joint_losses and leaf.requires_grad:
@@ -260,10 +391,21 @@ class Recorder(Engine):
                 "loss per example, fodp.losses.causal_lm(outputs.logits, labels).mean() for a language model"
             )
 
+    def _is_of_no_interest(self, module: nn.Module) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        return self.lot is None or self._checking or not torch.is_grad_enabled() or module in self._inside
+
+    def _before_any_module(self, module: nn.Module, args: Any) -> None:
+        if not self._is_of_no_interest(module):
+            with torch._C.DisableTorchFunction():
+                self._beside.before(module)
+
     def _on_any_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """Of a module that is not the model's but trains: is it reached by this lot's backward pass?"""
-        if self.lot is None or self._checking or not torch.is_grad_enabled() or module in self._inside:
+        if self._is_of_no_interest(module):
             return
+        self._beside.after(module, output)
         kind = type(module).__name__
 
         def reached(_: Tensor) -> None:
@@ -276,10 +418,11 @@ class Recorder(Engine):
 
     def _catch(self, lot: Lot | None, caught: _Caught, gradient: Tensor) -> None:
         """The gradient of a tensor has arrived."""
-        if self.lot is None:
+        if self.lot is None or self._checking:
             return  # nothing can be stepped: an adversarial test, a saliency map
         if lot is not self.lot:
             raise ConfigurationError(f"this backward goes through the forward pass of another lot: {LOOP}")
+        self._between.refuse_joint(torch._C._current_graph_task_id())
         self._backwards.add(torch._C._current_graph_task_id())
         self._refuse_second_backward()
         caught.gradient = gradient if caught.gradient is None else caught.gradient + gradient
@@ -444,7 +587,7 @@ class Recorder(Engine):
         raw = layout.zeros()
         for parameter, view in zip(layout.parameters, layout.views(raw), strict=True):
             if id(parameter) in self._raw:
-                view.copy_(self._raw[id(parameter)].to_dense()).mul_(rows if self._mean else 1)
+                view.copy_(self._raw[id(parameter)].to_dense()).mul_(rows if self._reduces_by_mean else 1)
         if not raw.isfinite().all():
             return  # an example that contributes nothing; the next lot will tell
         uses, ones = self.uses(lot.indices), layout.zeros().new_ones(rows)

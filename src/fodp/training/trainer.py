@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import _checks, accounting
 from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyError
@@ -34,7 +34,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import PLANNED, fitting_optimizer, set_rate, stated_epsilon, steps_within
+from fodp.training.fitting import PLANNED, fitting_optimizer, refuse_plateau, set_rate, stated_epsilon, steps_within
 from fodp.training.order import refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
@@ -146,11 +146,7 @@ class Trainer:
                 "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
                 "of the optimizer that makes it"
             )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigurationError(
-                "ReduceLROnPlateau wants a score at every step, and there is none to give it: use a scheduler "
-                "of the step alone (StepLR, CosineAnnealingLR), or step it in a callback with a public score"
-            )
+        refuse_plateau(scheduler, "step it in a callback with a public score")
         # Of several ranks the first one looks, writes and keeps the ledger; all of them train.
         self.callbacks = list(callbacks) if self.run.ranks.is_first else []
         self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose

@@ -1,0 +1,156 @@
+"""Modules beside the model that an owner's code uses on a lot, and what they keep of it.
+
+A criterion with class centres, a metric of a LightningModule, a counter in a wrapper: what a lot leaves there has no
+noise, and goes with a checkpoint or into the next lot's loss.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fodp._checks import PrivacyError
+
+ADVICE = (
+    "what a lot leaves there has no noise and no bound, whatever becomes of it later (a checkpoint, the next lot's "
+    "loss): leave it out of training, update it from public data or from the model's weights, or make it a part of the "
+    "model that is trained"
+)
+
+
+@dataclass
+class _Held:
+    """A value that a module holds under a name."""
+
+    name: str
+    value: Any
+    copy: Any
+    holder: dict[str, Any] | None = None  # where it has its name; another value there is a change, too
+    key: str = ""
+
+    def put_back(self) -> None:
+        """As it was, also under its name."""
+        if isinstance(self.value, Tensor) and not _same(self.value, self.copy):
+            with torch.no_grad():
+                self.value.copy_(self.copy)
+        elif not isinstance(self.value, Tensor) and self.holder is not None:
+            self.value = _copied(self.copy)
+        if self.holder is not None:
+            self.holder[self.key] = self.value
+
+
+class KeptModule:
+    """What a module and its parts hold beside their parameters, to be compared after a private pass.
+
+    Buffers, states of metrics (torchmetrics) and extra state are compared by their names, other tensors only for being
+    written into: a plain attribute is in no checkpoint. Parts in `leaving_out` are not looked at, nor names that begin
+    with one of `public`.
+    """
+
+    def __init__(
+        self, module: nn.Module, leaving_out: frozenset[nn.Module] = frozenset(), public: tuple[str, ...] = ()
+    ):
+        self.module, self._leaving_out, self._public = module, leaving_out, public
+        self._held = {held.name: held for held in self._found()}
+
+    def refuse_changes(self, who: str) -> None:
+        """Put back what can be put back, and raise if anything has changed."""
+        now = {held.name: held for held in self._found()}
+        changed = [name for name, held in self._held.items() if self._has_changed(held, now.get(name))]
+        changed += [name for name, held in now.items() if held.holder is not None and name not in self._held]
+        self.restore()
+        if changed:
+            raise PrivacyError(f"{who} keeps {changed[0]} of the lots that it sees, and {ADVICE}")
+
+    def restore(self) -> None:
+        """Put back what was held before."""
+        for held in self._held.values():
+            held.put_back()
+        for held in list(self._found()):
+            if held.name not in self._held and held.holder is not None:
+                del held.holder[held.key]
+
+    def _found(self) -> Iterator[_Held]:
+        for path, part in self.module.named_modules():
+            if part in self._leaving_out:
+                continue
+            prefix = f"{path}." if path else ""
+            for name, buffer in list(part._buffers.items()):
+                if buffer is not None and not self._is_public(prefix + name):
+                    yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), part._buffers, name)
+            states = vars(part).get("_defaults")
+            for name, value in list(vars(part).items()):
+                if self._is_public(prefix + name):
+                    continue
+                if isinstance(states, dict) and name in states:
+                    yield _Held(f"the state {prefix}{name}", value, _copied(value), vars(part), name)
+                elif isinstance(value, Tensor) and not value.requires_grad:
+                    yield _Held(f"the tensor {prefix}{name}", value, _copied(value))
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                extra = part.get_extra_state()
+                yield _Held(f"the extra state of {path or 'the module'}", extra, _copied(extra), {})
+
+    def _is_public(self, name: str) -> bool:
+        return bool(self._public) and name.startswith(self._public)
+
+    def _has_changed(self, before: _Held, now: _Held | None) -> bool:
+        if before.holder is not None:
+            return now is None or not _same(now.copy, before.copy)
+        return not _same(before.value, before.copy)
+
+
+class Beside:
+    """The modules, beside the model, that have made something with a gradient of the lot in hand."""
+
+    def __init__(self, inside: set[nn.Module]):
+        self._inside = frozenset(inside)
+        self._kept: dict[nn.Module, KeptModule] = {}
+        self._covered: set[nn.Module] = set()
+        self._used: set[nn.Module] = set()
+
+    def before(self, module: nn.Module) -> None:
+        """A module is about to be called."""
+        if module not in self._covered:
+            self._covered.update(module.modules())
+            self._kept[module] = KeptModule(module, self._inside)
+
+    def after(self, module: nn.Module, output: Any) -> None:
+        """A module has returned: a metric's values have no gradient, a criterion's do."""
+        if module in self._kept and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+            self._used.add(module)
+
+    def refuse_changes(self) -> None:
+        """Raise if one of them has kept something."""
+        for module in self._used:
+            self._kept[module].refuse_changes(f"{type(module).__name__}, beside the model,")
+
+    def forget(self) -> None:
+        """The lot is over; what one that broke off has left is put back."""
+        for module in self._used:
+            self._kept[module].restore()
+        self._kept, self._covered, self._used = {}, set(), set()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+            return False
+        return one.layout == other.layout and bool(((one == other) | ((one != one) & (other != other))).all())
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

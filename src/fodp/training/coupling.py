@@ -1,0 +1,230 @@
+"""Whether the loss of a loop of one's own is the declared reduction of its examples' own losses.
+
+Of a lot that is looked at the calls between model and backward pass (`fodp.training.tape`) are run again with some rows
+replaced by others, and with fewer rows: what the loss says about the rows that are still there must stay what it was. A
+number of rows that the code has read as a plain number (`len(batch)`) stands still in there, so lots of two sizes are
+compared, too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fodp._checks import ConfigurationError
+from fodp.training.between import WAY_OUT
+from fodp.training.tape import Memories, Tape, same_functions
+
+FIRST_LOTS = 2
+_MOST = 8  # lots that are looked at until the reduction is known
+_MOVED, _MOVED_HALF = 1e-4, 3e-2  # of the largest back-signal of a row: far above rounding
+_COUPLED = (
+    "the loss mixes the examples of the lot: with other rows beside it, an example's gradient is another (a weighted "
+    "mean, a mean over tokens of unequal counts, a normalisation over the lot, pairs)"
+)
+_MEMORY = (
+    "the loss uses a tensor that was computed from an earlier lot (a running mean, class centres): what one lot leaves "
+    "for the next has no noise, and no bound on what one example changes. Leave it out, or keep it in the model as "
+    "something that is trained"
+)
+_NOT_FOLLOWED = (
+    "the loss cannot be followed from the model's outputs to backward (it is compiled or scripted, or has a backward "
+    "pass of its own), so that it cannot be seen whether it is the {} of its examples' own losses"
+)
+_REDUCTION = (
+    "the loss is not the {} of its examples' own losses, as loss_reduction says: how much one example weighs depends "
+    "on how many others are in the lot"
+)
+
+Rows = Callable[[Tensor], Tensor]
+
+
+class Coupling:
+    """What the lots that were looked at have shown."""
+
+    def __init__(self, mean: bool):
+        self._word = "mean" if mean else "sum"
+        self._steps: set[int] = set()  # whose lots of two or more rows were looked at
+        self._reduction_known = False
+        self._earlier: Tape | None = None
+        self._of_earlier_lots: Memories = {}
+
+    def wants(self, step: int, look_again: bool) -> bool:
+        """Whether to keep a tape of this step's lot: of the first steps, and of later ones that are looked at."""
+        if step in self._steps:
+            return False
+        few = len(self._steps) < FIRST_LOTS
+        return few or look_again or (not self._reduction_known and len(self._steps) < _MOST)
+
+    def tape(self, rows: int) -> Tape:
+        """A tape for a lot of so many rows."""
+        return Tape(rows, self._word == "mean", self._of_earlier_lots)
+
+    def over(self, tape: Tape) -> None:
+        """The next lot begins: what was made of this one must not reach its loss."""
+        found = self._of_earlier_lots | tape.made()
+        self._of_earlier_lots = {identity: tensor for identity, tensor in found.items() if tensor() is not None}
+
+    def refuse(self, tape: Tape, step: int) -> None:
+        """Raise unless one example's gradient depends on that example alone, as far as this lot shows."""
+        problem = self._problem(tape)
+        if problem:
+            earlier = any(step != other for other in self._steps)
+            raise ConfigurationError(
+                problem
+                if problem == _MEMORY
+                else f"{problem}: {WAY_OUT}"
+                + (". Earlier lots did not show it, and what was released from them is not covered" if earlier else "")
+            )
+        if tape.rows > 1:
+            self._steps.add(step)
+        if not self._reduction_known:
+            self._earlier = tape.kept()
+
+    def _problem(self, tape: Tape) -> str:
+        if tape.reads_memories():
+            return _MEMORY
+        if not tape.can_be_followed() or not _reproduced(tape):
+            return "" if tape.by_example else _NOT_FOLLOWED.format(self._word)
+        if tape.rows > 1 and any(_moves(tape, rows, same) for rows, same in _replacements(tape)):
+            return _COUPLED
+        return _REDUCTION.format(self._word) if self._other_reduction(tape) else ""
+
+    def _other_reduction(self, tape: Tape) -> bool:
+        """Whether the loss weighs rows otherwise in a smaller lot."""
+        if self._reduction_known:
+            return False
+        if not _mentions_rows(tape) and tape.rows > 2:
+            fewer = torch.arange(0, tape.rows, 2) if tape.rows > 3 else torch.arange(2)
+            moved = _moved_by(tape, _chosen(fewer), fewer, torch.arange(len(fewer)))
+            if moved is not None:
+                self._reduction_known = True
+                return moved > _allowed(tape)
+        if self._earlier is not None and self._earlier.rows != tape.rows:
+            return self._other_than_before(*sorted((self._earlier, tape), key=lambda t: t.rows))
+        return False
+
+    def _other_than_before(self, small: Tape, large: Tape) -> bool:
+        """Compare with a lot of another size, on the same rows; not where public numbers have changed since."""
+        alike = same_functions(small.calls(), large.calls())
+        if not small.rows or not alike or small.has_rows_of_its_own() or large.has_rows_of_its_own():
+            return False
+        try:
+            there = large.again(lambda value: value)
+            here = small.again_on(large)
+        except Exception:
+            return False  # shapes that depend on more than the number of rows
+        moved = _distance([t[: small.rows] if t.dim() else t for t in there], here)
+        if moved <= _allowed(large):
+            self._reduction_known = True
+            return False
+        pairs = [(a, b) for a, b in zip(small.numbers(), large.numbers(), strict=False) if a != b]
+        ratio = small.rows / large.rows
+        counted = any(_is(a / b, ratio) or _is(b / a, ratio) for a, b in pairs if a and b)
+        read = any(_among(a, small.numbers_read) and _among(b, large.numbers_read) for a, b in pairs)
+        factors = (ratio, 1 / ratio)
+        plain = any(_distance([f * t[: small.rows] for t in there if t.dim()], [h for h in here if h.dim()])
+                    <= _allowed(large) for f in factors)  # fmt: skip
+        return counted or read or plain or (not pairs and large.was_read_out)
+
+
+def _reproduced(tape: Tape) -> bool:
+    try:
+        return _distance(tape.again(lambda value: value), tape.real()) <= 10 * _allowed(tape)
+    except Exception:
+        return False
+
+
+def _replacements(tape: Tape) -> Iterator[tuple[Rows, Tensor]]:
+    """Every second row becomes another one; and which rows stay."""
+    everyone = torch.arange(tape.rows)
+    halves = everyone[::2], everyone[1::2]
+    for number, other in enumerate(_telling_rows(tape)):
+        for half in (halves, halves[::-1])[number % 2]:
+            order = everyone.clone()
+            order[half] = other
+            yield _chosen(order), everyone[~torch.isin(everyone, half)]
+
+
+def _chosen(order: Tensor) -> Rows:
+    return lambda value: value[order.to(value.device)]
+
+
+def _telling_rows(tape: Tape) -> list[int]:
+    """Rows that differ from others: with the least and the largest label, the least and the largest back-signal."""
+    column = tape.column()
+    found = [] if column is None else [int(column.argmin()), int(column.argmax())]
+    sizes: Any = sum(g.detach().float().reshape(tape.rows, -1).norm(dim=1).cpu() for g in tape.real() if g.dim())
+    if isinstance(sizes, Tensor):
+        sizes = sizes.nan_to_num(0, 0, 0)
+        found += [int(sizes.argmin()), int(sizes.argmax())]
+    return list(dict.fromkeys([*found, 0]))
+
+
+def _moves(tape: Tape, rows: Rows, same: Tensor) -> bool:
+    moved = _moved_by(tape, rows, same, same)
+    return moved is not None and moved > _allowed(tape)
+
+
+def _moved_by(tape: Tape, rows: Rows, before: Tensor, after: Tensor) -> float | None:
+    """By how much the back-signals of rows move that are at `before` and then at `after`; None: it cannot be run so."""
+    try:
+        changed = tape.again(rows)
+    except Exception:
+        return None
+    mine = [g[before.to(g.device)] if g.dim() else g for g in tape.real()]
+    theirs = [g[after.to(g.device)] if g.dim() else g for g in changed]
+    return _distance(mine, theirs)
+
+
+def _distance(mine: list[Tensor], theirs: list[Tensor]) -> float:
+    """How far rows are apart, relative to the largest."""
+    worst = 0.0
+    for one, other in zip(mine, theirs, strict=True):
+        a, b = (t.detach().double().reshape(max(1, len(t)) if t.dim() else 1, -1) for t in (one, other))
+        if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+        if a.numel():
+            largest = max(a.norm(dim=1).max().item(), b.norm(dim=1).max().item())
+            worst = max(worst, (a - b).norm(dim=1).max().item() / largest if largest else 0.0)
+    return worst
+
+
+def _allowed(tape: Tape) -> float:
+    return _MOVED_HALF if tape.half_precision else _MOVED
+
+
+def _mentions_rows(tape: Tape) -> bool:
+    """Whether a plain number may be the number of rows, or one over it."""
+    return any(_is_multiple(n, tape.rows) or (n != 0 and _is_multiple(1 / n, tape.rows)) for n in tape.numbers())
+
+
+def _is_multiple(number: float, rows: int) -> bool:
+    whole = round(abs(number)) if abs(number) < 1e15 else 0
+    return whole > 0 and _is(abs(number), whole) and whole % rows == 0
+
+
+def _is(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-6 * abs(other)
+
+
+def _among(number: float, read: list[float]) -> bool:
+    return any(_is(number, other) or (number != 0 and _is(1 / number, other)) for other in read)
+
+
+def each_its_own(plain: Sequence[Tensor | None], scaled: Sequence[Tensor | None], factors: Tensor) -> bool:
+    """Whether the gradient of losses times factors is, row by row, that of the losses times the row's factor."""
+    for one, other in zip(plain, scaled, strict=True):
+        if (one is None) != (other is None):
+            return False
+        if one is None or other is None:
+            continue
+        if one.shape[:1] != factors.shape:
+            return False  # made of all rows
+        by_row = factors.to(one).reshape(-1, *[1] * (one.dim() - 1))
+        half = one.dtype in (torch.float16, torch.bfloat16)
+        if _distance([one], [other / by_row]) > (_MOVED_HALF if half else _MOVED):
+            return False
+    return True
