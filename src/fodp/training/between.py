@@ -18,7 +18,8 @@ WAY_OUT = (
     "compute one loss per example (reduction='none') and call loader.backward(losses) instead of loss.backward(); in a "
     "training_step of Lightning return them"
 )
-_WITH_COUNTS = (F.cross_entropy, F.nll_loss)  # whose mean divides by what the targets say
+# Whose mean divides by what the targets say; an older PyTorch does not have the last one.
+_WITH_COUNTS = (F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.cross_entropy))
 
 
 class Between(TorchFunctionMode):
@@ -142,8 +143,9 @@ def _coupled(func: Any, args: Any, kwargs: Any, rows: int) -> str | None:
     given.apply_defaults()
     said = given.arguments
     reduction = said["reduction"]
-    if said["size_average"] is not None or said["reduce"] is not None:
-        reduction = legacy.legacy_get_string(said["size_average"], said["reduce"], emit_warning=False)
+    old = said.get("size_average"), said.get("reduce")
+    if old != (None, None):
+        reduction = legacy.legacy_get_string(*old, emit_warning=False)
     target, weight, name = said["target"], said["weight"], f"{func.__name__} with reduction='mean'"
     if reduction != "mean" or target.is_floating_point() or not target.numel():
         return None  # classes with probabilities are divided by the number of rows
