@@ -68,7 +68,8 @@ class TestAccounting:
 
     def test_epsilon_says_what_it_covers(self, capsys):
         _, out, _ = run(capsys, "epsilon", "--noise-multiplier", "1.1", *self.WORDS)
-        assert "one example added or removed" in out
+        assert "Adjacency: add or remove one example." in out
+        assert "(Poisson sampling)" in out
 
     @pytest.mark.rule(10)
     def test_calibrate_never_exceeds(self, capsys):
