@@ -298,7 +298,7 @@ class TestSharedLedger:
         assert pool.asked == []
         assert not (tmp_path / "s" / "config.json").exists()
         assert not (tmp_path / "s" / "sealed").exists()
-        ledger = Ledger(tmp_path / "l.sqlite", create=False)
+        ledger = Ledger(tmp_path / "l.sqlite", dataset="people", create=False)
         assert ledger.left("people") in (1.0, float("inf"))
 
     @pytest.mark.parametrize("more", [(), TestSubsample.WORDS])

@@ -502,6 +502,7 @@ class _LoopRun(Run):
                 "optimizer.step() without a lot: take batches from the loader that make_private returned, one step "
                 "each; other loaders do not sample as the accountant assumes, so nothing would be private"
             )
+        self.labels.stop()  # the owner's loss is over; what follows is no business of it
         self._refuse_changes()
         self._buffers.refuse_changes()
         self.refuse_kept()
