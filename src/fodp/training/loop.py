@@ -5,7 +5,6 @@ the per-example gradients in there are clipped, summed and released by the plan'
 release reaches `.grad`, where the real optimizer finds it.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -195,10 +194,9 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._run.is_spent():
             if not self._warned:
-                warnings.warn(
+                _checks.warn(
                     f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
-                    "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps",
-                    stacklevel=2,
+                    "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps"
                 )
             self._warned = True
             return iter(())
