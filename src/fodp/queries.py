@@ -24,7 +24,8 @@ class LinearMap(Protocol):
         """Apply it in place."""
 
 
-Blocks = Sequence[tuple[int, float | LinearMap]]
+Factor = float | LinearMap  # of a parameter's part
+Blocks = Sequence[tuple[int, Factor]]
 
 
 class Query:
@@ -32,8 +33,8 @@ class Query:
 
     Scaling it scales the bound; adding a tensor computed from earlier releases leaves it; adding two
     queries of one lot adds the bounds. The value is kept as a sum of terms and worked out once, at release.
-    `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `shape`, lengths of
-    blocks and a factor or symmetric map for each, says how the value was scaled before it was bounded: `map_back_` does
+    `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `blocks`, their
+    lengths and a factor or symmetric map for each, says how the value was scaled before it was bounded: `map_back_` does
     the same to its release.
     """
 
@@ -43,13 +44,13 @@ class Query:
         bound: float,
         lot: object = None,
         dtype: torch.dtype | None = None,
-        shape: Blocks | None = None,
+        blocks: Blocks | None = None,
     ):
         self._terms: Terms = ((1.0, value),)
         self._like = value
         self.dtype = value.dtype if dtype is None else dtype
         self.bound = _checks.at_least_zero("the bound of a query", bound)
-        self.lot, self.shape = lot, shape
+        self.lot, self.blocks = lot, blocks
 
     @property
     def value(self) -> Tensor:
@@ -77,7 +78,7 @@ class Query:
         return torch.empty_like(self._like, dtype=dtype)
 
     def _with(self, terms: Terms, bound: float) -> "Query":
-        query = Query(self._like, bound, self.lot, self.dtype, self.shape)
+        query = Query(self._like, bound, self.lot, self.dtype, self.blocks)
         query._terms = terms
         return query
 
@@ -91,19 +92,19 @@ class Query:
         if isinstance(other, Query):
             if other.lot is not self.lot:
                 raise PrivacyError("queries of different lots cannot be added: release each lot by itself")
-            if other.shape != self.shape:
-                raise PrivacyError("queries of different shapes cannot be added: release each by itself")
+            if other.blocks != self.blocks:
+                raise PrivacyError("queries of different scalings cannot be added: release each by itself")
             return self._with(self._terms + other._terms, self.bound + other.bound)
-        if self.shape is not None:
-            raise PrivacyError("this query has a shape, and its release is scaled by it: add to the release instead")
+        if self.blocks is not None:
+            raise PrivacyError("this query is scaled, and its release is scaled back: add to the release instead")
         return self._with((*self._terms, (1.0, other)), self.bound)
 
     __radd__ = __add__
 
     def map_back_(self, release: Tensor) -> Tensor:
         """The release of this query with each block scaled or mapped again, in place: post-processing."""
-        if self.shape is not None:
-            for part, (_, factor) in zip(release.split([size for size, _ in self.shape]), self.shape, strict=True):
+        if self.blocks is not None:
+            for part, (_, factor) in zip(release.split([size for size, _ in self.blocks]), self.blocks, strict=True):
                 if isinstance(factor, float | int):
                     part.mul_(factor)
                 else:

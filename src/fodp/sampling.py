@@ -106,6 +106,23 @@ class Lot:
         return self.indices if self.names is None else self.names
 
 
+class Lots(Protocol):
+    """What draws the lots of a run."""
+
+    @property
+    def rate(self) -> float:
+        """The chance of a record, or of one whose turn it is."""
+
+    def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
+        """The lot of this step and name, at the usual rate or at one given for this step."""
+
+    def whose_turn(self, step: int) -> torch.Tensor | None:
+        """Indices eligible at this step, or None if all are. Secret: for audits only."""
+
+    def next_round(self, step: int) -> int:
+        """The first step, from this one on, at which new groups may be drawn."""
+
+
 class PoissonSampler:
     """Draws lots from `size` records: each record independently with probability `rate`, empty lots included.
 

@@ -1,6 +1,7 @@
 """A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,14 @@ class KeptState:
             self._outside.append(KeptOutside(part))
             self._kept += [(_beside(module), KeptBuffers(module)) for module in part.found.modules]
             self._kept += [(_beside(module), KeptBuffers(module, alone=True)) for module in part.found.shells]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Un-noised statistics must not outlive a step that broke off."""
+        if error is not None:
+            self.restore()
 
     def refuse_changes(self) -> None:
         """Put back whatever was written into, and raise if anything was."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fodp import _checks
 from fodp._checks import PrivacyError
-from fodp._looks import Looks
+from fodp._looks import Looks, is_rare
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
 from fodp.clipping.fallback import Unseparable
@@ -38,11 +38,9 @@ from fodp.clipping.recording import Layers, Recording
 from fodp.clipping.remembered import Outside
 from fodp.clipping.watching import Plan, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
+from fodp.gradients import HERE, Points
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
-# Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
-Points = Sequence[tuple[float, Tensor | None]]
-HERE: Points = ((1.0, None),)
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 # How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
@@ -84,6 +82,10 @@ class Engine:
         self.site = Site("the model or its loss")
         self._caller: Caller | None = None
         self.rows_at_once: int | None = None  # fixed by the first recorded batch
+
+    def at_step(self, step: int) -> None:
+        """What comes next is the lot of this step; of about 1 step in 256 it is looked at again."""
+        self.step, self.look_again = step, is_rare(step)
 
     def uses(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None] | None:
         """For each parameter its merged use in this batch; None when the loop must be taken instead."""

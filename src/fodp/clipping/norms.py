@@ -48,10 +48,3 @@ def roots(squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     factor = (1 + _RAISED * torch.finfo(dtype).eps) ** 2
     norms = squares.mul(factor).to(dtype).sqrt_()
     return norms, norms.device.type == "cpu" and math.isfinite(norms.sum().item())
-
-
-def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
-    """The largest weights, up to `most`, that keep every weighted norm within the bound."""
-    # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
-    smallest = torch.finfo(norms.dtype).tiny ** 0.25
-    return norms.clamp(min=smallest).reciprocal_().mul_(bound).clamp_(max=most)

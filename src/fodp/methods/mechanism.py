@@ -9,7 +9,7 @@ from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.accounting import Event
 from fodp.noise import Streams
-from fodp.noise.release import Noise, release
+from fodp.release import Gaussian, release
 from fodp.queries import Query
 
 
@@ -54,7 +54,7 @@ class GaussianMechanism:
         if beta < 1 and memory is None:
             raise ConfigurationError(f"beta={beta} mixes in a memory: pass memory=fodp.FractionalMemory(...) or beta=1")
         self.memory = memory
-        self._noise: Noise = Streams.secure() if generator is None else _TorchNoise(generator)
+        self._noise: Gaussian = Streams.secure() if generator is None else _TorchNoise(generator)
         self._step = 0
 
     def release(self, clipped_sum: Tensor) -> Tensor:

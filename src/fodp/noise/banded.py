@@ -32,7 +32,8 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError, PrivacyError
-from fodp.noise.release import Noise
+from fodp.queries import Query
+from fodp.release import Gaussian, release
 
 
 def fractional_coefficients(order: float, bands: int) -> tuple[float, ...]:
@@ -80,7 +81,7 @@ class BandedNoise:
     vectors of memory and b-1 products a step.
     """
 
-    def __init__(self, source: Noise, coefficients: Sequence[float]):
+    def __init__(self, source: Gaussian, coefficients: Sequence[float]):
         first, *rest = coefficients
         if not first > 0 or math.hypot(*coefficients) > 1 + 1e-12:
             raise PrivacyError(
@@ -92,8 +93,18 @@ class BandedNoise:
         self._responses = np.zeros(0)  # squares of the inverse, as far as they were needed
         self._age = 0  # steps since the matrix began
 
+    def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
+        """query + std·w of this step. A number, such as a count, gets noise of its own, which is not correlated."""
+        return release(query, std, self._source if query.is_number else self, step, name)
+
+    def scale(self) -> float:
+        """Of the last draw, in units of std."""
+        return math.sqrt(self.variance())
+
     def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
         """Fill `out` with std·w of this step. A step that does not follow the last one begins anew."""
+        if self._age and step == self._next - 1:
+            raise PrivacyError(f"step {step} has released already: correlated noise is for one release in a step")
         if step != self._next:
             self._past.clear()
             self._age = 0
@@ -130,4 +141,4 @@ class BandedNoise:
     def forget(self) -> None:
         """Begin anew at the next draw."""
         self._past.clear()
-        self._next = -1
+        self._next, self._age = -1, 0

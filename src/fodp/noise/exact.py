@@ -20,6 +20,7 @@ bound for that; that this suffices is measured, not proved. Timing is not covere
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -44,7 +45,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def release(query: Query, std: float, noise: WordStreams, step: int, name: str) -> Tensor:
-    """query + N(0, std²·I), rounded to a grid of about std·2^-20; as `fodp.noise.release` but without float leaks.
+    """query + N(0, std²·I), rounded to a grid of about std·2^-20; as `fodp.release.release` but without float leaks.
 
     Guarantee: post-processing of an ideal Gaussian release with multiplier `query.noise_multiplier(std)`. The
     noise is larger than std by the little that rounding costs (0.06% for the paper's MLP).
@@ -59,6 +60,21 @@ def release(query: Query, std: float, noise: WordStreams, step: int, name: str) 
     made = torch.from_numpy(rounded_normals(value.numel(), noise, step, name))
     cells += made.to(cells.device, non_blocking=True).view(cells.shape)
     return cells.mul_(grid).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class ExactNoise:
+    """Noise on a grid, without floating-point leaks, fresh for every release (`fodp.release.Noise`)."""
+
+    source: WordStreams
+
+    def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
+        """query + N(0, std²·I), on the grid."""
+        return release(query, std, self.source, step, name)
+
+    def scale(self) -> float:
+        """As asked: what rounding costs is known and small."""
+        return 1.0
 
 
 def raised(std: float, bound: float, size: int) -> float:

@@ -17,11 +17,11 @@ import hashlib
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +31,11 @@ from torch import Tensor
 from fodp._checks import ConfigurationError, PrivacyError
 from fodp.noise import Streams
 from fodp.noise.streams import keyed_from
+from fodp.processes import ALONE, Processes, Turn
+from fodp.queries import Query
 from fodp.ranks.leaving import leave
-from fodp.sampling import Lot
+from fodp.release import Noise
+from fodp.sampling import Lot, Lots
 
 _DIGEST = 16  # bytes of a fact
 _FACTS = 64  # at most, so that ranks of different versions exchange as much
@@ -54,96 +57,56 @@ class Disagreement(ConfigurationError):
 class _Act(IntEnum):
     """What ranks meet for."""
 
-    COMPARE, SUM, SEND, TURN, END, GATHER, SCATTER, ADD = range(1, 9)
+    COMPARE, SUM, SEND, TURN, END = range(1, 6)
 
 
-_SIZED = (_Act.SUM, _Act.SEND, _Act.GATHER, _Act.SCATTER, _Act.ADD)  # all ranks must do these with as many numbers
+_SIZED = (_Act.SUM, _Act.SEND)  # all ranks must do these with as many numbers
 
 
-class Turn(NamedTuple):
-    """What ranks tell each other before a step."""
+@dataclass(frozen=True)
+class OwnLots:
+    """The lots of a run, reduced to the records that this rank owns."""
 
-    step: int
-    signal: int  # by which a rank was asked to stop, 0: not at all
-    stopped: bool  # a callback has seen enough
-    last_step: int
-    out_of_budget: bool
-
-
-class Alone:
-    """A run in one process: it owns every record, and there is nobody to wait for."""
-
-    rank, count = 0, 1
+    lots: Lots
+    group: "Group"
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank adds the noise, keeps the ledger, calls callbacks and writes files."""
-        return self.rank == 0
+    def rate(self) -> float:
+        """The chance of a record, or of one whose turn it is."""
+        return self.lots.rate
 
-    def shared(self, own: Streams) -> Streams:
-        """Where lots and records draw from, the same on all ranks; noise has the first rank's own."""
-        return own
+    def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
+        """This rank's part of the lot."""
+        return self.group.mine(self.lots.draw(step, name, rate))
 
-    def compare(self, facts: Callable[[bytes], Mapping[str, bytes]]) -> None:
-        """Refuse ranks that do not agree in all of the facts, given a secret to hash them with."""
+    def whose_turn(self, step: int) -> Tensor | None:
+        """The records that this step may draw, on all ranks."""
+        return self.lots.whose_turn(step)
 
-    def mine(self, lot: Lot) -> Lot:
-        """The part of a lot that this rank owns."""
-        return lot
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts on the first one; the others get zeros. Works in place."""
-        return part
-
-    def from_first(self, make: Callable[[], Tensor], room: Callable[[], Tensor]) -> Tensor:
-        """What the first rank makes, on every rank; the others give room for it."""
-        return make()
-
-    def number(self, make: Callable[[], float]) -> float:
-        """A number that the first rank computes."""
-        return make()
-
-    def text(self, make: Callable[[], str]) -> str:
-        """A text that the first rank makes; it ends what ranks do together."""
-        return make()
-
-    def added(self, numbers: Tensor) -> Tensor:
-        """The sum of all ranks' numbers, on every rank."""
-        return numbers
-
-    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Of each of some flat tensors, `size` numbers in all: those of all ranks, one after another."""
-        yield from parts
-
-    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Of each of some flat tensors: its sum over the ranks, in as many equal parts as there are, this rank's."""
-        yield from wholes
-
-    def turn(self, said: Turn) -> Turn:
-        """What all ranks do next, from what each of them wants."""
-        return said
-
-    def refuse_drift(self, parameters: Callable[[], Tensor]) -> None:
-        """Raise if a rank's weights are no longer those of the first."""
-
-    def give_up(self) -> None:
-        """Tell the others that this rank has failed; nothing more can be done together."""
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """While in here, an exception on one rank ends all of them."""
-        yield
-
-    @contextmanager
-    def reached(self) -> Iterator[None]:
-        """While in here, a lost connection is another rank's end."""
-        yield
+    def next_round(self, step: int) -> int:
+        """The first step, from this one on, at which new groups may be drawn."""
+        return self.lots.next_round(step)
 
 
-ALONE = Alone()
+@dataclass(frozen=True)
+class FromFirst:
+    """Noise that the first rank alone adds; it sends the release to the others."""
+
+    noise: Noise
+    group: "Group"
+
+    def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
+        """One release for all ranks."""
+        return self.group.from_first(
+            lambda: self.noise.add(query, std, step, name), lambda: query.empty(query.dtype)
+        )
+
+    def scale(self) -> float:
+        """As the first rank knows it."""
+        return self.group.number(self.noise.scale)
 
 
-class Group(Alone):
+class Group(Processes):
     """The default process group of PyTorch, with two or more ranks."""
 
     def __init__(self) -> None:
@@ -184,6 +147,14 @@ class Group(Alone):
                     f"rank {odd[0]} does not agree with rank 0 in {name}: start all ranks with the same command, code "
                     "and data, in the same order; nothing was released or charged"
                 )
+
+    def lots(self, lots: Lots) -> Lots:
+        """Each rank keeps the records that it owns."""
+        return OwnLots(lots, self)
+
+    def noise(self, noise: Noise) -> Noise:
+        """Added on the first rank."""
+        return FromFirst(noise, self)
 
     def mine(self, lot: Lot) -> Lot:
         """Records whose place in the data, modulo the number of ranks, is this rank."""
@@ -226,34 +197,6 @@ class Group(Alone):
         with self.reached():
             dist.broadcast(sent, 0)
         return sent.cpu().numpy().tobytes().decode()
-
-    def added(self, numbers: Tensor) -> Tensor:
-        """An all-reduce of a few numbers in float64; what was given stays as it is."""
-        self._meet(_Act.ADD, numbers.numel())
-        there = numbers.to(self._device, torch.float64, copy=True)
-        with self.reached():
-            dist.all_reduce(there)
-        return there.to(numbers)
-
-    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """All-gathers, after one meeting for all of them."""
-        self._meet(_Act.GATHER, size)
-        for part in parts:
-            there = part.to(self._device)
-            whole = there.new_empty(self.count * there.numel())
-            with self.reached():
-                _all_gather(whole, there)
-            yield whole.to(part.device)
-
-    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Reduce-scatters, after one meeting for all of them."""
-        self._meet(_Act.SCATTER, size)
-        for whole in wholes:
-            there = whole.to(self._device)
-            part = there.new_empty(there.numel() // self.count)
-            with self.reached():
-                _reduce_scatter(part, there)
-            yield part.to(whole.device)
 
     def turn(self, said: Turn) -> Turn:
         """Stop if anybody was asked to; where the run ends is the first rank's to say, who has the ledger."""
@@ -348,21 +291,12 @@ class Group(Alone):
             ) from error
 
 
-def _all_gather(whole: Tensor, part: Tensor) -> None:
-    """By its newer name where PyTorch has that."""
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part)
-
-
-def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole)
-
-
 # Weak: what holds PyTorch's group keeps its threads alive after destroy_process_group, and such a thread that frees
 # a tensor while Python ends aborts the process.
 _group: "tuple[weakref.ref[Any], Group] | None" = None
 
 
-def here() -> Alone:
+def here() -> Processes:
     """The ranks that this process belongs to: those of the default process group, if there are two or more."""
     global _group
     if not (dist.is_available() and dist.is_initialized()):
@@ -382,7 +316,7 @@ def here() -> Alone:
     return _group[1]
 
 
-def refuse_other_group(ranks: Alone) -> None:
+def refuse_other_group(ranks: Processes) -> None:
     """Raise if this run was made for other ranks than there are now: it would release by itself under the ε of one."""
     if here() is not ranks:
         raise ConfigurationError(

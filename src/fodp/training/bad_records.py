@@ -13,14 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from fodp._checks import DataError, PrivacyError
 from fodp.clipping.batches import repeat
-from fodp.clipping.buffers import KeptState
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.sampling import Fetcher, tensor_columns
 from fodp.training.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
-    from fodp.run import Run
+    from fodp.sources.pull import Pull
 
 _TRIED_ALONE = 8  # records that are asked whether they fail too
 _MEND = "mend or drop that record"
@@ -62,16 +61,15 @@ class LastFailure(TorchFunctionMode):
         return None if self.call is None else reason_of(*self.call)
 
 
-def explain_step(run: "Run", error: BaseException) -> DataError | None:
+def explain_step(source: "Pull", step: int, error: BaseException) -> DataError | None:
     """What to raise instead of an exception of a step; None where it is about no record."""
-    if run.shards is not None or not run._lots:
-        return None
-    return explain(run, run._lots[-1].indices.tolist(), error)
+    lot = source.asked
+    return None if lot is None or lot.step != step else explain(source, lot.indices.tolist(), error)
 
 
-def explain(run: "Run", numbers: Sequence[int], error: BaseException) -> DataError | None:
+def explain(source: "Pull", numbers: Sequence[int], error: BaseException) -> DataError | None:
     """The same of an exception that some records raise when data, augmentation, model and loss are run on them."""
-    return explained(_trial_of(run), _with_first(run._fetcher, numbers), error, fetcher=run._fetcher)
+    return explained(_trial_of(source), _with_first(source.fetcher, numbers), error, fetcher=source.fetcher)
 
 
 def explain_reading(fetcher: Fetcher, numbers: Sequence[int], error: BaseException) -> DataError | None:
@@ -136,20 +134,20 @@ def _with_first(fetcher: Fetcher, numbers: Sequence[int]) -> list[int]:
     return [*numbers] if fetcher.rows_at_once is not None else [*numbers, 0]
 
 
-def _trial_of(run: "Run") -> Trial:
+def _trial_of(source: "Pull") -> Trial:
     def trial(numbers: list[int]) -> None:
-        kept = KeptState(run.engine.model, run._watched, run._parameters)
+        kept = source.unchanged()
         try:
             _kept(lambda: forwards(numbers))
         finally:
             kept.restore()
 
     def forwards(numbers: list[int]) -> None:
-        batch = repeat(_batch(run._fetcher, numbers), run._copies)
+        batch = repeat(_batch(source.fetcher, numbers), source.copies)
         with _staged("makes augment raise"):
-            batch = batch if run._augmentation is None else run._augmentation.augment(batch)
+            batch = batch if source.augmentation is None else source.augmentation.augment(batch)
         with _staged("makes the model or the loss raise"), torch.no_grad():
-            run.engine.loss_fn(run.engine.model, batch)
+            source.engine.loss_fn(source.engine.model, batch)
 
     return trial
 

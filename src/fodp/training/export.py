@@ -75,28 +75,3 @@ def _charged(folder: RunFolder, plan: Plan, saved: dict[str, Any]) -> tuple[int,
     charged, budget = ledger.steps(saved["run"]) or 0, ledger.budget_of(saved["run"])
     ledger.close()
     return max(int(saved["step"]), charged), budget
-
-
-def privacy_card(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None = None) -> dict[str, Any]:
-    """What a reader of the model needs to know about its privacy, with one ε; the seed is not among it.
-
-    The run used `steps` steps; `planned` were fixed before it began, and hold for a run that was stopped early.
-    """
-    epsilon = stated_epsilon(plan, steps, planned, budget)
-    return {
-        "epsilon": epsilon,
-        "delta": plan.delta,
-        "accountant": plan.accountant,
-        "method": plan.method,
-        "params": dict(plan.params),
-        "sampling_rate": plan.sampling_rate,
-        "steps": steps,
-        "clip_norm": plan.clip_norm,
-        "noise_multiplier": plan.noise_multiplier,
-        "unit": plan.unit_in_words(),
-        **({"records_per_person": plan.records_per_person} if plan.unit == "person" else {}),
-        "randomness": "secure"
-        if plan.seed is None
-        else "seeded research run: no guarantee against holders of the seed",
-        "statement": plan.statement(steps=max(steps, planned), epsilon=epsilon),
-    }

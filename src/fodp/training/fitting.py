@@ -20,7 +20,7 @@ from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
 from fodp.plan import Plan
-from fodp.run import Run
+from fodp.session import Session
 
 # Parameters of a method that nothing but its own optimizer uses.
 _OF_THE_OPTIMIZER = (
@@ -30,15 +30,15 @@ _OF_THE_OPTIMIZER = (
 PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
 
-def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     """The method's own optimizer, or the given one if it holds exactly the trainable parameters."""
-    method = run.plan.algorithm
+    method = session.plan.algorithm
     if optimizer is None:
-        made = method.optimizer(run.trained)
-        rate = _automatic_rate(run) if method.params.lr == AUTO else None
+        made = method.optimizer(session.source.layout.parameters)
+        rate = _automatic_rate(session) if method.params.lr == AUTO else None
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
-            if _moves(run):
+            if _moves(session):
                 group[PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
         return made
     if method.owns_optimizer:
@@ -47,13 +47,13 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    wanted = {id(p) for p in run.trained}
+    wanted = {id(p) for p in session.source.layout.parameters}
     if held - wanted:
         raise ConfigurationError(
             "the optimizer holds parameters that are not this model's: build it on model.parameters()"
         )
     if wanted - held:
-        missing = [n for n, p in zip(run.engine.layout.names, run.trained, strict=True) if id(p) not in held]
+        missing = [n for n, p in zip(session.source.layout.names, session.source.layout.parameters, strict=True) if id(p) not in held]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
 
@@ -67,32 +67,33 @@ def refuse_plateau(scheduler: Any, otherwise: str) -> None:
         )
 
 
-def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
+def set_rate(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """Before an update: the rate of the step that was just taken, where the method's own optimizer has a schedule.
 
     Public numbers, and with a rate rule the releases themselves, which are in `.grad` now. With lr="auto" and a
     quantile the gradient is scaled by C/C_t, made of releases, so that its noise is that of the plan's clip norm: on
     the device, which may be the only one to know C_t.
     """
-    if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
+    if not _moves(session) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
-    factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
-    if run.followed is not None:
-        factor *= run.ranks.number(partial(_followed, run, run.followed, run.take_fresh()))
+    factor = session.method.parts.rates.at(session.number - 1, session.plan.steps)
+    rule: FollowedTranscript | None = session.states.get("rate")
+    if rule is not None:
+        factor *= session.processes.number(partial(_followed, session, rule, rule.take()))
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
-        if _follows_clip(run):
-            relative = run.plan.clip_norm / run.last_clip_norm
+        if _follows_clip(session):
+            relative = session.plan.clip_norm / session.adaptive_clip.used
             for parameter in group["params"]:
                 parameter.grad.mul_(relative)
 
 
-def _followed(run: Run, rule: FollowedTranscript, fresh: tuple[Tensor, float] | None) -> float:
+def _followed(session: Session, rule: FollowedTranscript, fresh: tuple[Tensor, float] | None) -> float:
     """What a rate rule makes of the release of the step."""
     if fresh is None:  # of numbers alone: there is no way to compare them with
         return 1.0
-    layout, (release, std) = run.engine.layout, fresh
-    deviations = [partial(_along, std, run.noise_factor(p)) for p in layout.parameters]
+    layout, (release, std) = session.source.layout, fresh
+    deviations = [partial(_along, std, session.noise_factor(p)) for p in layout.parameters]
     return rule.factor(layout.parameters, layout.views(release), deviations)
 
 
@@ -101,34 +102,33 @@ def _along(std: float, factor: Factor, way: Tensor) -> float:
     return std * mapped_length(factor, way)
 
 
-def _moves(run: Run) -> bool:
-    return run.method.parts.rates.acts or _follows_clip(run)
+def _moves(session: Session) -> bool:
+    return session.method.parts.rates.acts or _follows_clip(session)
 
 
-def _follows_clip(run: Run) -> bool:
+def _follows_clip(session: Session) -> bool:
     """Plain steps of lr="auto" are measured by their noise, which an adapted clip norm changes; Adam's are anyway."""
-    method = run.method
-    return method.params.lr == AUTO and run.adaptive_clip is not None and isinstance(method.parts.update, Sgd)
+    method = session.method
+    return method.params.lr == AUTO and session.adaptive_clip is not None and isinstance(method.parts.update, Sgd)
 
 
-def _automatic_rate(run: Run) -> float:
+def _automatic_rate(session: Session) -> float:
     """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
-    method, plan = run.method, run.plan
+    method, plan = session.method, session.plan
     parts, plain = method.parts, isinstance(method.parts.update, Sgd)
     response = method.known_response(plan)
     if parts.filter is not None:
         response = np.convolve(response, parts.filter.response()).tolist()
     deviations = np.asarray(method.step_noises(plan)) / plan.lot_size
-    if run.adaptive_clip is not None:  # the count takes its share of what a step may spend
+    if session.adaptive_clip is not None:  # the count takes its share of what a step may spend
         z = plan.events_at(0)[-1].noise_multiplier
-        deviations = deviations * run.adaptive_clip.rest(z) / z
+        deviations = deviations * session.adaptive_clip.rest(z) / z
     clips = [plan.clip_norm if parts.schedules is None else parts.schedules.at(plan, step).clip_norm
              for step in range(plan.steps)]  # fmt: skip
-    signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
+    signal = AGREEMENT * np.asarray(clips) / math.sqrt(session.source.layout.size)
     walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
-    shares = [run.noise_share(parameter) if plain else 1.0 for parameter in run.trained]
-    with run.whole():
-        relative = relative_noise(zip(run.engine.layout.parameters, shares, strict=True))
+    shares = [session.noise_share(parameter) if plain else 1.0 for parameter in session.source.layout.parameters]
+    relative = relative_noise(zip(session.source.layout.parameters, shares, strict=True))
     return automatic_rate(method.params.auto_ratio, walk, relative)
 
 
@@ -142,19 +142,6 @@ def _refuse_what_would_not_act(method: Method) -> None:
                 f"params set {name}={value!r}, which does nothing beside an optimizer of your own: set it there and "
                 "leave it out of params, or leave optimizer=None"
             )
-
-
-def stated_epsilon(plan: Plan, steps: int, planned: int, budget: RenyiBudget | None) -> float:
-    """The one ε to publish of a run that used `steps` steps of the `planned` ones that were fixed before it began.
-
-    Guarantee: the run is (ε, δ)-differentially private with the plan's δ, also if it was stopped because of what was
-    seen. A run that stops early shows no more than one that goes on to the end, but where it stops tells something, so
-    the first steps' own ε does not hold for it. A budget covers every stop (`fodp.accounting.budget.RenyiBudget`).
-    """
-    if steps >= planned:
-        return plan.epsilon(steps=steps)
-    whole = plan.epsilon(steps=planned)
-    return min(whole, budget.epsilon) if budget is not None and budget.delta <= plan.delta else whole
 
 
 def steps_within(plan: Plan, target_epsilon: float) -> int:

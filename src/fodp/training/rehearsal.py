@@ -7,43 +7,42 @@ from torch import nn
 
 from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping.batches import repeat, tensors
-from fodp.clipping.buffers import KeptState
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.training.bad_records import explain, refuse_unlike
 from fodp.training.columns import whole_numbers
 
 if TYPE_CHECKING:
-    from fodp.run import Run
+    from fodp.sources.pull import Pull
 
 _COLUMNS = 6  # of whole numbers that records are chosen by
 
 
-def rehearse(run: "Run", dataset: Any) -> None:
+def rehearse(source: "Pull", dataset: Any) -> None:
     """Run augmentation and loss forwards on a few records, those with the extremes of columns of whole numbers.
 
     Buffers and generators are left as they were; a model that writes what it sees is refused. Records that do not fit
     (types, labels out of range, another form) are a `DataError` that names one; any other exception is the user's own,
     with a note.
     """
-    refuse_hooks(run.engine.model)
-    if not run._own_collate:
+    refuse_hooks(source.engine.model)
+    if source.fetcher.batched_by is None:
         refuse_unlike(dataset)
-    kept, foreign = KeptState(run.engine.model, run._watched, run._parameters), foreign_state()
+    kept, foreign = source.unchanged(), foreign_state()
     batch, chosen = None, telling(dataset)  # type: Any, torch.Tensor
     try:
         with generators_kept():
-            run._fetcher.refuse_what_cannot_be_divided()
-            batch = repeat(run._fetcher.fetch(chosen), run._copies)
-            if run._augmentation is not None:
-                batch = run._augmentation.augment(batch)
-            run.engine.loss_fn(run.engine.model, batch)
+            source.fetcher.refuse_what_cannot_be_divided()
+            batch = repeat(source.fetcher.fetch(chosen), source.copies)
+            if source.augmentation is not None:
+                batch = source.augmentation.augment(batch)
+            source.engine.loss_fn(source.engine.model, batch)
     except Exception as error:
-        found = explain(run, chosen.tolist(), error)
+        found = explain(source, chosen.tolist(), error)
         if found is not None:
             raise DataError(f"{found}. Nothing was released or charged") from found.__cause__
         error.add_note(
-            f"fodp: found in a rehearsal on a few records{_form(batch)}; the parameters are {run.engine.layout.dtype}. "
+            f"fodp: found in a rehearsal on a few records{_form(batch)}; the parameters are {source.engine.layout.dtype}. "
             "Nothing was released or charged"
         )
         raise

@@ -7,6 +7,7 @@ gets so little more noise that the pair costs exactly what the sum alone would h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
@@ -46,7 +47,7 @@ class AdaptiveClip:
 
     def __init__(self, settings: Quantile, clip_norm: float, lot_size: float, multipliers: Sequence[float]):
         self.settings, self.lot_size = settings, lot_size
-        self.clip_norm = clip_norm
+        self.clip_norm = self.used = clip_norm  # of the next step, and of the one that was taken last
         low, high = settings.clip_min, settings.clip_max
         if not low <= clip_norm <= high:
             raise ConfigurationError(
@@ -76,5 +77,14 @@ class AdaptiveClip:
     def move(self, noisy_count: float) -> None:
         """Take a released count in; acts on the next step."""
         wanted, fraction = self.settings, self.fraction_of(noisy_count)
+        self.used = self.clip_norm
         moved = self.clip_norm * math.exp(min(-wanted.clip_rate * (fraction - wanted.quantile), 700.0))
         self.clip_norm = min(wanted.clip_max, max(wanted.clip_min, moved))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clip norm of the next step."""
+        return {"clip_norm": self.clip_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved clip norm."""
+        self.clip_norm = self.used = float(state["clip_norm"])

@@ -45,6 +45,16 @@ class FollowedTranscript:
         self._unheard = _UNHEARD * steps
         self._seen = 0
         self._votes = self._variance = 0.0
+        self._fresh: tuple[Tensor, float] | None = None
+
+    def see(self, released: Tensor, std: float) -> None:
+        """The step's last vector as it was released, before a memory or a filter, and the noise in it."""
+        self._fresh = released.clone(), std  # memories change a release in place
+
+    def take(self) -> tuple[Tensor, float] | None:
+        """What was seen in the step, once."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
 
     def factor(self, iterate: Sequence[Tensor], releases: Sequence[Tensor], deviations: Sequence[Deviation]) -> float:
         """For the update that follows. `deviations` tell of the noise in each parameter's release how much of it there

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fodp._checks import ConfigurationError
-from fodp.training.between import WAY_OUT
-from fodp.training.tape import Memories, Tape, same_functions
+from fodp.sources.between import WAY_OUT
+from fodp.sources.tape import Memories, Tape, same_functions
 
 FIRST_LOTS = 2
 _MOST = 8  # lots that are looked at until the reduction is known

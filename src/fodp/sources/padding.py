@@ -20,7 +20,7 @@ from fodp.draws import Pass, Source
 from fodp.sampling import Fetcher, Lot
 
 if TYPE_CHECKING:
-    from fodp.training.recorder import Recorder
+    from fodp.sources.recorder import Recorder
 
 Common = list[tuple[slice, ...]]  # of outputs: what a record has alone and in its lot
 

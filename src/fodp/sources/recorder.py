@@ -13,7 +13,7 @@ from fodp import _forms
 from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
-from fodp.clipping.engine import HERE, Engine, Points
+from fodp.clipping.engine import Engine
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.layers.combine import merged
@@ -21,13 +21,14 @@ from fodp.clipping.layers.uses import Use
 from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
+from fodp.gradients import HERE, Points
 from fodp.sampling import Lot
 from fodp.training.bad_records import explain_rows
-from fodp.training.beside import Beside
-from fodp.training.between import Between
-from fodp.training.coupling import Coupling, each_its_own
-from fodp.training.padding import Padded
-from fodp.training.tape import Tape
+from fodp.sources.beside import Beside
+from fodp.sources.between import Between
+from fodp.sources.coupling import Coupling, each_its_own
+from fodp.sources.padding import Padded
+from fodp.sources.tape import Tape
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
 _COMPARED = 4
@@ -65,7 +66,7 @@ class Recorder(Engine):
         self._beside = Beside(self._inside)
         self._followed: dict[int, Any] = {}  # hooks on parameters of other modules, for one lot
         self._open: Recording | None = None  # what records now
-        self.refused: Callable[[DataError], DataError] = lambda found: found  # how data that does not fit is told
+        self._refused_by: Callable[[DataError], DataError] = lambda found: found  # how data that does not fit is told
         self._inside_model: AbstractContextManager[None] | None = None  # while its forward pass lasts
         self.start(None)
 
@@ -124,6 +125,15 @@ class Recorder(Engine):
     @property
     def _tape(self) -> Tape | None:
         return self._between.tape
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the model is being looked at, with other rows than the lot's."""
+        return self._checking
+
+    def refuse_by(self, refused: Callable[[DataError], DataError]) -> None:
+        """Have this make the error that is raised for data that does not fit."""
+        self._refused_by = refused
 
     def unheard(self) -> AbstractContextManager[None]:
         """Around work of the library's own between the loader and the next lot."""
@@ -472,7 +482,7 @@ class Recorder(Engine):
             )
             if found is None:
                 raise
-            found = self.refused(found)
+            found = self._refused_by(found)
             raise found from found.__cause__
         finally:
             self._checking = False

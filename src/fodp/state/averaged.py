@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from fodp.run import Run
+from fodp.session import Session
 
 
 class AveragedWeights:
@@ -14,8 +14,8 @@ class AveragedWeights:
     While the average is in the model, `iterate` holds where training goes on from.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, session: Session):
+        self._session = session
         self.iterate: Tensor | None = None
         self._shown: Tensor | None = None  # what was put in: other weights are the owner's
 
@@ -33,10 +33,10 @@ class AveragedWeights:
 
     def put_in(self) -> None:
         """From here on the model is the average, until `put_back`."""
-        mean = None if self._run.average is None else self._run.average.value()
+        mean = None if self._session.average is None else self._session.average.value()
         if mean is None or self._holds():
             return
-        layout = self._run.engine.layout
+        layout = self._session.source.layout
         self.iterate = layout.read()
         layout.write(mean)
         self._shown = layout.read()
@@ -46,7 +46,7 @@ class AveragedWeights:
         iterate = self.iterate if anyway or self._holds() else None
         self.forget()
         if iterate is not None:
-            self._run.engine.layout.write(iterate)
+            self._session.source.layout.write(iterate)
 
     def forget(self) -> None:
         """What is in the model now is the iterate."""
@@ -54,7 +54,7 @@ class AveragedWeights:
 
     def _holds(self) -> bool:
         """Whether the average is in the model."""
-        return self._shown is not None and _same(self._run.parameters(), self._shown)
+        return self._shown is not None and _same(self._session.parameters(), self._shown)
 
 
 def _same(here: Tensor, there: Tensor) -> bool:

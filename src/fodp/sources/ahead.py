@@ -18,7 +18,8 @@ from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp._forms import mapped
 from fodp.draws import Source
-from fodp.sampling import Fetcher, Lot
+from fodp.draws.source import DerivedKeys
+from fodp.sampling import Fetcher, Lot, Lots
 
 Key = tuple[int, int, int]  # a step, and from where to where in its lot
 
@@ -65,29 +66,47 @@ class _Tasks(Sampler[_Task]):
 class Ahead:
     """The lots of a run and their batches, read by `workers` processes before they are asked for.
 
-    `draw(step)` draws a step's lot, `source(lot)` is where its records draw from. `at_once` is how many records a batch
-    has at most, None for the whole lot.
+    It draws the one lot of each step from `lots` before it is asked for (`rate_of(step)` is the promised rate), and
+    otherwise hands the question on. `at_once` is how many records a batch has at most, None for the whole lot.
     """
 
     def __init__(
         self,
         fetcher: Fetcher,
-        workers: int,
+        lots: Lots,
+        streams: DerivedKeys,
+        rate_of: Callable[[int], float],
         steps: int,
-        draw: Callable[[int], Lot],
-        source: Callable[[Lot], Source],
+        *,
+        workers: int,
         at_once: int | None,
         pin_memory: bool,
     ):
         self._reader, self._workers, self._steps = _Reader(fetcher), workers, steps
-        self._draw, self._source, self._at_once = draw, source, at_once
+        self._drawn_from, self._streams, self._rate_of, self._at_once = lots, streams, rate_of, at_once
         self._pin = pin_memory and torch.accelerator.is_available()
         self._lots: dict[int, Lot] = {}
         self._reading: Iterator[_Read] | None = None
         self._last: Key = (-1, 0, 0)  # what was handed out last
 
-    def lot(self, step: int, rate: float) -> Lot:
+    @property
+    def rate(self) -> float:
+        """The chance of a record, or of one whose turn it is."""
+        return self._drawn_from.rate
+
+    def whose_turn(self, step: int) -> Tensor | None:
+        """The records that this step may draw."""
+        return self._drawn_from.whose_turn(step)
+
+    def next_round(self, step: int) -> int:
+        """The first step, from this one on, at which new groups may be drawn."""
+        return self._drawn_from.next_round(step)
+
+    def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
         """The lot of this step, which may have been drawn already."""
+        if name != "mask":
+            return self._drawn_from.draw(step, name, rate)
+        rate = self.rate if rate is None else rate
         self._lots = {known: lot for known, lot in self._lots.items() if known >= step}
         lot = self._known(step)
         if lot.rate != rate:
@@ -123,7 +142,7 @@ class Ahead:
 
     def _known(self, step: int) -> Lot:
         if step not in self._lots:
-            self._lots[step] = self._draw(step)
+            self._lots[step] = self._drawn_from.draw(step, "mask", self._rate_of(step))
         return self._lots[step]
 
     def _keys(self, lot: Lot) -> list[Key]:
@@ -137,7 +156,8 @@ class Ahead:
                 lot = self._known(coming)
                 for key in self._keys(lot):
                     places = slice(*key[1:])
-                    yield _Task(key, lot.indices[places], lot.records[places], self._source(lot))
+                    source = Source(self._streams, lot.step, lot.name)
+                    yield _Task(key, lot.indices[places], lot.records[places], source)
 
         return DataLoader(
             self._reader,
@@ -149,6 +169,17 @@ class Ahead:
             worker_init_fn=_heed_no_keyboard,
             generator=torch.Generator(),  # for the workers' seeds, which would be taken from everybody's generator
         )
+
+
+def read(fetcher: Fetcher, ahead: Ahead | None, lot: Lot, source: Source, places: Tensor) -> Any:
+    """The batch of the records at these places of a lot, from a worker if one has read it."""
+    if ahead is not None:
+        start = int(places[0]) if len(places) else 0
+        side_by_side = not len(places) or int(places[-1]) - start + 1 == len(places)
+        batch = ahead.batch(lot, start, start + len(places)) if side_by_side else None
+        if batch is not None:
+            return batch
+    return fetcher.fetch(lot.indices[places], source, lot.records[places])
 
 
 def workers_for(num_workers: int, pin_memory: bool) -> int:

@@ -9,25 +9,22 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_flatten_with_path
 
 import fodp
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, LedgerError, PrivacyError
+from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp._files import atomically, make_room
 from fodp.plan import Plan
-from fodp.training.bookkeeping import open_account
+from fodp.session import Session
+from fodp.state.course import Course
 
-if TYPE_CHECKING:
-    from fodp.ledger import Account
-    from fodp.training.resuming import LoopKeeper
-    from fodp.training.trainer import Trainer
-
-FORMAT = 8  # raised whenever a part of the state gets another form
-SHARDED_FORMAT = 9  # the same with slices in a folder beside it (`fodp.training.sharded`)
+FORMAT = 10  # raised whenever a part of the state gets another form
 _DIGEST = 32  # bytes at the end of the file
 _AT_ONCE = 2**22  # bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,41 +34,49 @@ class NotWritten(PrivacyError):
     """A checkpoint could not be written; the one before it is untouched."""
 
 
-def snapshot(trainer: "Trainer | LoopKeeper") -> dict[str, Any]:
-    """All that a run needs to go on: releases and public numbers only; to be written before the next step."""
-    account = trainer._account
+def snapshot(
+    course: Course,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    iterate: Tensor | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """All that a run needs to go on: releases and public numbers only; to be written before the next step.
+
+    `iterate` is where training goes on from, if the model is an average of iterates now, which may be published.
+    """
     return {
-        "run": trainer.run_id,
-        "ledger": None if account is None else account.position,
-        "plan": {**trainer.plan.to_dict(), "params": dict(trainer.plan.params)},
-        "step": trainer.step,
-        "planned": trainer._planned,
-        "lost_steps": trainer.lost_steps,
-        "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
-        "state": trainer.run.state_dict(views=True),
-        "metrics": dict(trainer.metrics),
-        "callbacks": {name: callback.state_dict() for name, callback in trainer._named_callbacks()},
-        # Where "model" is an average of iterates, which is what may be published: where training goes on from.
-        **({} if trainer._weights.iterate is None else {"iterate": trainer._weights.iterate}),
+        **course.position(),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "state": course.session.state_dict(views=True),
+        **({} if iterate is None else {"iterate": iterate}),
+        **more,
     }
 
 
-def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
-    """Put a trainer where a checkpoint was written, and take up its account in the ledger."""
-    refuse_other_plan(saved["plan"], trainer.plan)
-    refuse_other_version(saved["made_with"], trainer.plan.seed is not None)
-    _refuse_other_ledger(trainer, saved)
-    if (saved["scheduler"] is None) != (trainer.scheduler is None):
+def restore(
+    saved: dict[str, Any],
+    course: Course,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+) -> None:
+    """Put a run where a checkpoint was written, and take up its account in the ledger."""
+    session = course.session
+    refuse_other_plan(saved["plan"], course.plan)
+    refuse_other_version(saved["made_with"], course.plan.seed is not None)
+    course.refuse_other_ledger(saved)
+    if (saved["scheduler"] is None) != (scheduler is None):
         raise ConfigurationError("the checkpoint was written with another choice of scheduler: give the run's own")
     try:
-        trainer._weights.forget()
-        trainer.model.load_state_dict(saved["model"])
+        model.load_state_dict(saved["model"])
         if "iterate" in saved:
-            trainer.run.engine.layout.write(saved["iterate"])
-        _load_optimizer(trainer.optimizer, saved["optimizer"])
-        trainer.run.load_state_dict(saved["state"])
+            session.source.layout.write(saved["iterate"])
+        _load_optimizer(optimizer, saved["optimizer"])
+        session.load_state_dict(saved["state"])
     except LedgerError:  # says what is wrong itself
         raise
     except (RuntimeError, ValueError, KeyError) as error:
@@ -79,20 +84,43 @@ def restore(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"the checkpoint is of another model or optimizer ({first}): make the run's own, or start a new run"
         ) from None
-    if trainer.scheduler is not None:
-        trainer.scheduler.load_state_dict(saved["scheduler"])
-    for name, callback in trainer._named_callbacks():
-        if name in saved["callbacks"]:
-            callback.load_state_dict(saved["callbacks"][name])
-    trainer.metrics.update(saved["metrics"])
-    trainer.metrics.new.clear()
-    trainer.run_id = str(saved["run"])
-    trainer.run.step, trainer.lost_steps = int(saved["step"]), int(saved["lost_steps"])
-    trainer._planned = saved["planned"]
-    trainer._account = None
-    if trainer.ledger is not None:
-        trainer._account = _reopened_account(trainer)
-        _skip_lost_steps(trainer, trainer._account)
+    if scheduler is not None:
+        scheduler.load_state_dict(saved["scheduler"])
+    course.take_up(saved)
+
+
+def loop_state(course: Course) -> dict[str, Any]:
+    """What a loop needs to go on where another package saves model and optimizer, with a digest of it and the weights."""
+    made_with = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
+    position = course.position()
+    ledger = None if position["ledger"] is None else list(position["ledger"])
+    state = {**position, "ledger": ledger, "made_with": made_with, "state": course.session.state_dict()}
+    return state | {"digest": _digest(course.session.parameters(), state)}
+
+
+def take_up_loop(course: Course, state: dict[str, Any]) -> None:
+    """Put a fresh loop where `loop_state` was taken; its model has the weights of that moment already."""
+    refuse_other_plan(state["plan"], course.plan)
+    refuse_other_version(state["made_with"], course.plan.seed is not None)
+    if _digest(course.session.parameters(), state) != state["digest"]:
+        raise PrivacyError("the checkpoint is damaged or was changed (its digest differs): restore a copy of it")
+    course.refuse_other_ledger(state)
+    course.session.load_state_dict(state["state"])
+    course.take_up(state)
+
+
+def _digest(weights: Tensor, state: dict[str, Any]) -> str:
+    """Of the state without its digest, and of the weights that it belongs to."""
+    found = hashlib.sha256()
+    leaves, _ = tree_flatten_with_path({key: value for key, value in state.items() if key != "digest"})
+    for path, leaf in [*leaves, (("weights",), weights)]:
+        found.update(str(path).encode())
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -104,62 +132,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         raise ValueError(f"it knows no {min(missing)}, which {type(optimizer).__name__} needs")
 
 
-def _skip_lost_steps(trainer: "Trainer | LoopKeeper", account: "Account") -> None:
-    """A secure run cannot repeat the steps that were used after its checkpoint: they are lost but stay charged. A
-    seeded run repeats them where the ledger knows what each released, and loses them otherwise.
-
-    Where records take turns, it goes on with a whole round of new groups, and the rest of the old one is lost too.
-    """
-    used, first = max(account.charged, trainer.run.step), trainer.run.step
-    used = max(used, min(trainer.run.next_round(used), trainer.last_step))
-    if used <= first or (trainer.plan.seed is not None and account.repeats(first)):
-        return
-    if trainer.plan.seed is not None:
-        _checks.warn(
-            f"steps {first} to {used - 1} of this seeded run were charged after the checkpoint was written, and the "
-            "ledger does not know what all of them released (the system crashed, the run went on elsewhere, or an "
-            "earlier version of fodp made it): they are lost, and the run goes on after them"
-        )
-    trainer.lost_steps += used - trainer.run.step
-    trainer.run.step = used
-    if used >= trainer.last_step and trainer.lost_steps >= used:
-        raise LedgerError(
-            f"all {used} steps of this run were used, and its only checkpoint is from before the first of them: the "
-            "training is lost, and the model is as it was at the beginning. Start a new run; what was used stays "
-            "charged"
-        )
-    trainer._jumped_to_the_end = used >= trainer.last_step
-
-
-def _reopened_account(trainer: "Trainer | LoopKeeper") -> "Account":
-    assert trainer.ledger is not None
-    account = open_account(trainer.ledger, trainer.run_id, trainer.plan, trainer.last_step, trainer._dataset)
-    if account.data_changed and trainer.plan.seed is not None:
-        raise DataError(
-            "a seeded run cannot go on with other data, on which it would repeat its noise: start a new run"
-        )
-    return account
-
-
-def _refuse_other_ledger(trainer: "Trainer | LoopKeeper", saved: dict[str, Any]) -> None:
-    """A checkpoint alone cannot know what was released after it was written. Of several ranks the first one asks."""
-    if not trainer.run.ranks.is_first:
-        return
-    if saved["ledger"] is not None and trainer.ledger is not None:
-        trainer.ledger.refuse_stranger(str(saved["run"]), saved["digest"], saved["ledger"])
-    elif saved["step"] < trainer.plan.steps and (trainer.plan.seed is None or saved["ledger"] is not None):
-        raise LedgerError(
-            "this run goes on only with its ledger, which knows the steps used after this checkpoint: "
-            "train and resume with ledger=fodp.Ledger(file)"
-            + ("" if saved["ledger"] is not None else ", or use a seed for research")
-        )
-
-
-def make_room_for_all(trainer: "Trainer", path: Path) -> None:
+def make_room_for_all(path: Path, session: Session, optimizer: torch.optim.Optimizer) -> None:
     """Before the first release, take the room on the disk that later checkpoints need: the first one is far smaller."""
-    if trainer.run.shards is not None:
-        return  # each rank writes its slices itself, perhaps on another machine
-    later = path.stat().st_size + trainer.run.bytes_when_full() + _optimizer_bytes(trainer)
+    later = path.stat().st_size + session.bytes_when_full() + _optimizer_bytes(session, optimizer)
     try:
         make_room(path, later)
     except OSError as error:
@@ -169,12 +144,10 @@ def make_room_for_all(trainer: "Trainer", path: Path) -> None:
         ) from None
 
 
-def _optimizer_bytes(trainer: "Trainer") -> int:
+def _optimizer_bytes(session: Session, optimizer: torch.optim.Optimizer) -> int:
     """What the optimizer will remember at most: Adam keeps two numbers for a parameter, plain descent none."""
-    plain = isinstance(trainer.optimizer, torch.optim.SGD) and not any(
-        group["momentum"] for group in trainer.optimizer.param_groups
-    )
-    return 0 if plain else 2 * sum(p.numel() * p.element_size() for p in trainer.run.engine.layout.parameters)
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    return 0 if plain else 2 * sum(p.numel() * p.element_size() for p in session.source.layout.parameters)
 
 
 def save(path: Path, content: dict[str, Any], before_naming: Callable[[str], None] | None = None) -> None:
@@ -256,7 +229,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except Exception as error:  # a damaged file can raise almost anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LedgerError(f"the checkpoint {path} is damaged or not ours ({reason}); restore a copy of it") from None
-    if not isinstance(content, dict) or content.get("format") not in (FORMAT, SHARDED_FORMAT):
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         kind = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise LedgerError(
             f"the checkpoint {path} has format {kind!r}, this version reads {FORMAT}: go on with the version that "

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from fodp._checks import ConfigurationError
-from fodp.training.tape import Tape
+from fodp.sources.tape import Tape
 
 WAY_OUT = (
     "compute one loss per example (reduction='none') and call loader.backward(losses) instead of loss.backward(); in a "

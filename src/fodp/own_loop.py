@@ -6,7 +6,7 @@ release reaches `.grad`, where the real optimizer finds it.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,26 @@ from fodp._checks import BudgetError, ConfigurationError, DataError
 from fodp._files import refuse_unwritable
 from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
-from fodp.clipping.engine import HERE, Points
-from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
-from fodp.draws import Source
-from fodp.ledger import Account, Ledger
+from fodp.gradients import HERE
+from fodp.ledger import Ledger
 from fodp.plan import Plan
-from fodp.prefetching import workers_for
 from fodp.ranks import refuse_other_group
-from fodp.ranks.fsdp import is_sharded
-from fodp.run import Run
-from fodp.sampling import Collate, Fetcher, Lot
-from fodp.training.averaged import AveragedWeights
-from fodp.training.bad_records import explain_reading, refuse_unlike
-from fodp.training.beside import KeptModule
-from fodp.training.bookkeeping import open_account
+from fodp.sampling import Collate, Fetcher
+from fodp.session import Session
+from fodp.sources.ahead import workers_for
+from fodp.sources.beside import KeptModule
+from fodp.sources.opening import Opening
+from fodp.sources.push import HeldLots, Push
+from fodp.sources.recorder import LOOP, TRAINER, Recorder
+from fodp.state import checkpoint
+from fodp.state.averaged import AveragedWeights
+from fodp.state.course import Course
+from fodp.training.bad_records import refuse_unlike
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
-from fodp.training.loss_watch import LossWatch
 from fodp.training.order import refuse_other_order
-from fodp.training.padding import compare_alone
-from fodp.training.parts import LotParts, blocks_of
-from fodp.training.recorder import LOOP, TRAINER, Recorder
 from fodp.training.rehearsal import refuse_hooks
-from fodp.training.resuming import LoopKeeper
-from fodp.training.witness import witness_of
 
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -122,57 +117,63 @@ def make_private(
     """
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    _refuse_unfit(model, optimizer, plan)
+    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
+    opening = Opening(model, dataset, plan)
+    if opening.processes.count > 1 and (resume is not None or microbatch is not None):
+        raise ConfigurationError(
+            "a loop of your own is resumed, and takes lots in parts, in one process: use the Trainer, which knows ranks"
+        )
+    recorder = Recorder(model, loss_reduction == "mean")
+    fetcher = Fetcher(dataset, collate_fn)
+    opening.refuse_unfit(fetcher, None, loss=type(recorder.loss_fn).__name__)
+    lots, ahead = opening.lots(fetcher, None, 1, workers_for(num_workers, pin_memory), microbatch, pin_memory)
+    held = HeldLots(lots, plan.method)
+    push = Push(
+        recorder,
+        fetcher,
+        opening.streams,
+        dataset,
+        microbatch=None if microbatch is None else _checks.whole("microbatch", microbatch),
+        ahead=ahead,
+        refused=lambda found: loop.refused(found),
+        abandon=lambda: loop.abandon_lot(),
+    )
+    session = opening.session(push, held)
+    fitting_optimizer(session, optimizer)
+    if not allow_non_finite:
+        refuse_non_finite(dataset)
+    if collate_fn is None:
+        refuse_unlike(dataset)
+    refuse_hooks(model)
+    loop = OwnLoop(session, push, held, Course(session, dataset, ledger, last_step=plan.steps), optimizer, scheduler)
+    if resume is not None:
+        loop.resume(Path(resume))
+    else:
+        loop.course.begin()
+    return model, optimizer, PrivateLoader(loop)
+
+
+def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Raise for a plan that a loop of one's own cannot carry out."""
+    method = plan.algorithm
     if plan.unit == "person":
         raise ConfigurationError(
             "a loop of your own releases sums over records, and the plan's unit is a person, whose records are summed "
             f"before they are clipped: {TRAINER}"
         )
-    method = plan.algorithm
     if method.owns_optimizer or method.has_acceptance_test:
         raise ConfigurationError(
             f"{method.name} with these params brings its own update and cannot take yours: {TRAINER}"
         )
     if any(len(phase.events) != 1 for phase in plan.events()):
         raise ConfigurationError(f"{method.name} draws more than one lot in a step: {TRAINER}")
+    if method.moves_points:
+        raise ConfigurationError(f"{method.name} wants gradients at other points than the model's: {TRAINER}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
     if any(part in _taken for part in (optimizer, *model.modules())):
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
-    if is_sharded(model):
-        raise ConfigurationError(
-            "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they "
-            f"are clipped: give the plain model, or {TRAINER}"
-        )
-    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
-    recorder = Recorder(model, loss_reduction == "mean")
-    run = _LoopRun(
-        model,
-        optimizer,
-        dataset,
-        plan,
-        recorder,
-        collate_fn,
-        microbatch,
-        workers_for(num_workers, pin_memory),
-        pin_memory,
-    )
-    fitting_optimizer(run, optimizer)
-    if not allow_non_finite:
-        refuse_non_finite(dataset)
-    if collate_fn is None:
-        refuse_unlike(dataset)
-    refuse_hooks(model)
-    if run.ranks.count > 1 and (resume is not None or microbatch is not None):
-        raise ConfigurationError(
-            "a loop of your own is resumed, and takes lots in parts, in one process: use the Trainer, which knows ranks"
-        )
-    keeper = LoopKeeper(run, model, optimizer, scheduler, dataset, ledger if run.ranks.is_first else None)
-    if resume is not None:
-        keeper.resume(Path(resume))
-    elif ledger is not None and run.ranks.is_first:
-        run.account = open_account(ledger, keeper.run_id, plan, plan.steps, dataset)
-    run.witness = witness_of(run, run.account)
-    return model, optimizer, PrivateLoader(run, keeper)
 
 
 class PrivateLoader:
@@ -182,17 +183,17 @@ class PrivateLoader:
     epochs with `itertools.islice`); after the last step there is nothing more to draw.
     """
 
-    def __init__(self, run: "_LoopRun", keeper: LoopKeeper):
-        self._run, self._keeper = run, keeper
-        self._detach = run.attach()
+    def __init__(self, loop: "OwnLoop"):
+        self._loop = loop
+        self._detach = loop.attach()
         self._warned = False  # that there are no lots any more
-        weakref.finalize(self, run.engine.abandon)
+        weakref.finalize(self, loop.push.recorder.abandon)
 
     def __len__(self) -> int:
-        return self._run.plan.steps
+        return self._loop.plan.steps
 
     def __iter__(self) -> Iterator[Any]:
-        if self._run.is_spent():
+        if self._loop.is_spent:
             if not self._warned:
                 _checks.warn(
                     f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
@@ -200,25 +201,34 @@ class PrivateLoader:
                 )
             self._warned = True
             return iter(())
-        self._run.refuse_closed()
+        self._loop.refuse_closed()
         return self._lots()
 
     def _lots(self) -> Iterator[Any]:
         try:
-            while self._run.step < len(self):
-                yield self._run.next_batch()
+            while self.step < len(self):
+                yield self._loop.next_batch()
         finally:
-            self._run.labels.stop()  # also of a loop that has broken off
+            self._loop.push.stop_listening()  # also of a loop that has broken off
+
+    def next_batch(self) -> Any:
+        """The next lot, drawn now: for loops that do not iterate."""
+        return self._loop.next_batch()
 
     @property
     def step(self) -> int:
         """How many of the plan's steps have been taken."""
-        return self._run.step
+        return self._loop.course.step
 
     @property
     def lost_steps(self) -> int:
         """How many steps were used after the file that the loop went on from: charged, and without effect."""
-        return self._keeper.lost_steps
+        return self._loop.course.lost_steps
+
+    @property
+    def session(self) -> Session:
+        """What carries the plan out: for audits and extensions."""
+        return self._loop.session
 
     def save(self, path: str | Path) -> None:
         """Write down, between two steps, what another process needs to go on: model, optimizer, position, ledger.
@@ -228,12 +238,22 @@ class PrivateLoader:
         after the file was written; they are lost, and the loop is that much shorter. The file holds no private
         quantity and, in secure mode, no key.
         """
-        self._run.refuse_lot_in_hand()
-        self._run.take_iterate()
-        if self._run.ranks.is_first:
-            refuse_unwritable(Path(path))
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._keeper.save(Path(path))
+        self._loop.save(Path(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop needs to go on, where another package saves model and optimizer; to be taken between steps.
+
+        Releases and public numbers only, with a digest of the weights of the same moment; a ledger notes it.
+        """
+        return self._loop.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], ledger: Ledger | None = None) -> None:
+        """Put a fresh loop where `state_dict` was taken; its model has the weights of that moment already.
+
+        Seeded: the same releases follow, bit for bit. Secure: steps that were used after the checkpoint are lost but
+        stay charged, so the run ends that much earlier; this takes the run's ledger.
+        """
+        self._loop.load_state_dict(state, ledger)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -241,8 +261,8 @@ class PrivateLoader:
 
         Your model is the iterate, from which you train on: score and save it in here.
         """
-        self._run.take_iterate()
-        with self._run.weights.inside():
+        self._loop.take_iterate()
+        with self._loop.weights.inside():
             yield
 
     def backward(self, losses: torch.Tensor) -> None:
@@ -253,7 +273,7 @@ class PrivateLoader:
         happens. Losses of another shape, or that do not depend on the model, are refused; so are losses that depend on
         other examples of the lot, where a lot is looked at.
         """
-        self._run.engine.backward(losses)
+        self._loop.push.recorder.backward(losses)
 
     def epsilon(self, *, delta: float | None = None) -> float:
         """ε at δ of the steps taken so far. Reading changes nothing.
@@ -261,51 +281,130 @@ class PrivateLoader:
         It is the run's ε if the loop was to end there before it began; if it ends because of what was seen, that is
         `plan.epsilon()`.
         """
-        return self._run.plan.epsilon(delta=delta, steps=self._run.step)
+        return self._loop.plan.epsilon(delta=delta, steps=self.step)
+
+    def stated_epsilon(self) -> float:
+        """The ε to publish if the run ends here, whatever made it end."""
+        return self._loop.course.stated_epsilon()
+
+    def privacy_card(self) -> dict[str, Any]:
+        """What may be published about this run's privacy if it ends here."""
+        return self._loop.course.privacy_card()
+
+    def keep_beside(self, kept: Callable[[], KeptModule]) -> None:
+        """Have what holds the model watched from lot to lot: `kept()` notes what it holds when a lot is handed out."""
+        self._loop.keep_beside(kept)
+
+    def refuse_kept(self) -> None:
+        """Raise if what holds the model has kept something of the lots since the last one was handed out."""
+        self._loop.refuse_kept()
+
+    def forget_kept(self) -> None:
+        """What changes from here to the next lot is not of a lot."""
+        self._loop.forget_kept()
 
     def close(self) -> None:
         """End the run and give model and optimizer back without hooks. What they learn then is not private."""
         self._detach()
 
 
-class _LoopRun(Run):
-    """A run that draws when the loader is asked and steps when the owner's optimizer does."""
-
-    engine: Recorder
-    _has_loss = False
+class OwnLoop:
+    """A session that is pushed: it draws when the loader is asked, and steps when the owner's optimizer does."""
 
     def __init__(
         self,
-        model: nn.Module,
+        session: Session,
+        push: Push,
+        lots: HeldLots,
+        course: Course,
         optimizer: torch.optim.Optimizer,
-        dataset: Any,
-        plan: Plan,
-        recorder: Recorder,
-        collate_fn: Collate | None,
-        microbatch: int | None,
-        workers: int,
-        pin_memory: bool,
+        scheduler: LRScheduler | None,
     ):
-        super().__init__(model, recorder.loss_fn, dataset, plan, microbatch=microbatch)
-        self.engine = recorder
-        self._batches = Fetcher(dataset, collate_fn)
-        self._collates = self._batches.batched_by is not None
-        self._ahead = self._read_ahead(self._batches, workers, pin_memory)
-        self._blocks = None if microbatch is None else blocks_of(self)
-        # The method's questions are answered from the records: of a lot they need to know its length only.
-        self._fetcher = Fetcher((torch.zeros(1, dtype=torch.int64).expand(self._batches.size),))
-        self._model, self._optimizer, self._buffers = model, optimizer, KeptState(model, ())
-        self._closed = self._stepping = False
-        self._drawn: Lot | None = None  # the lot in the owner's hands
-        self._parts: LotParts | None = None  # and its parts, if it has any
-        self.account: Account | None = None
-        self.weights = AveragedWeights(self)
-        self.keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
+        self.session, self.push, self.course, self._lots = session, push, course, lots
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self.weights = AveragedWeights(session)
+        self._buffers = KeptState(self._model, ())
+        self._keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
         self._beside: KeptModule | None = None  # as it was when the lot was handed out
-        self._stepped = False  # since the average has taken an iterate in
-        self.labels = LossWatch(dataset, self._batches, self._refused, lambda: recorder._checking)
-        recorder.refused = self._refused
+        self._closed = self._stepping = self._stepped = False  # stepped: since the average has taken an iterate in
         self._end: Callable[[], None] = lambda: None  # what gives model and optimizer back
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is carried out."""
+        return self.session.plan
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.push.recorder.model
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the plan's steps were all taken, in a loader that is still open."""
+        return self.course.step >= self.plan.steps and not self._closed
+
+    def refuse_closed(self) -> None:
+        """Raise if the loader was closed."""
+        if self._closed:
+            raise ConfigurationError("this loader is closed: call make_private again, with a plan of its own")
+
+    def next_batch(self) -> Any:
+        """Draw the next step's lot, once the last one was stepped."""
+        with self.push.recorder.unheard():
+            self._refuse_another_lot()
+            self.take_iterate()
+            self.forget_kept()
+            self._beside = None if self._keep_beside is None else self._keep_beside()
+            session, number = self.session, self.session.number
+            self._buffers = KeptState(self._model, (), tuple(self._model.parameters()))
+            lot = self._lots.take(number, self.plan.events_at(number)[0].sampling_rate)
+            return self.push.hand_out(
+                lot,
+                session.rule,
+                session.clip_norm,
+                self.plan.exact_noise,
+                lambda part: session.gradients(number, part, HERE),
+            )
+
+    def _refuse_another_lot(self) -> None:
+        if self.is_spent:
+            raise ConfigurationError(
+                f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
+                "longer one needs another plan"
+            )
+        self.refuse_closed()
+        refuse_other_group(self.session.processes)
+        self.session.refuse_other_process()
+        refuse_hooks(self._model)
+        step = self.course.step
+        if self._lots.held is not None:
+            raise ConfigurationError(
+                f"the lot of step {step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
+                f"for it ({LOOP}; to end a loop early use itertools.islice)"
+            )
+        # Of several processes the first one has the account.
+        if not self.session.processes.number(lambda: float(self.course.covers())):
+            raise BudgetError(
+                f"the budget is spent after step {step} of {self.plan.steps}: other runs on the data took the rest"
+            )
+        if self.weights.iterate is not None:
+            raise ConfigurationError("the model is the average of its iterates here: train on outside of averaged()")
+
+    def take_iterate(self) -> None:
+        """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
+        if self.session.average is None:
+            return
+        if self._lots.held is not None:
+            raise ConfigurationError(
+                "look at the average between two steps: after optimizer.step(), before the next lot"
+            )
+        if self._stepped:
+            self.session.average.take(self.session.parameters(), self.course.step, self.plan.steps)
+        self._stepped = False
+
+    def keep_beside(self, kept: Callable[[], KeptModule]) -> None:
+        """Watch what holds the model, too."""
+        self._keep_beside = kept
 
     def refuse_kept(self) -> None:
         """Raise if what holds the model has kept something of the lots since the last one was handed out."""
@@ -317,92 +416,9 @@ class _LoopRun(Run):
         self.refuse_kept()
         self._beside = None
 
-    def take_iterate(self) -> None:
-        """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
-        if self.average is None:
-            return
-        if self._drawn is not None:
-            raise ConfigurationError(
-                "look at the average between two steps: after optimizer.step(), before the next lot"
-            )
-        if self._stepped:
-            self.average.take(self.parameters(), self.step, self.plan.steps)
-        self._stepped = False
-
-    def is_spent(self) -> bool:
-        """Whether the plan's steps were all taken, in a loader that is still open."""
-        return self.step >= self.plan.steps and not self._closed
-
-    def refuse_spent(self) -> None:
-        """Raise when there is nothing more to draw."""
-        if self.is_spent():
-            raise ConfigurationError(
-                f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
-                "longer one needs another plan"
-            )
-        self.refuse_closed()
-
-    def refuse_closed(self) -> None:
-        """Raise if the loader was closed."""
-        if self._closed:
-            raise ConfigurationError("this loader is closed: call make_private again, with a plan of its own")
-
-    def next_batch(self) -> Any:
-        """Draw the next step's lot, once the last one was stepped."""
-        with self.engine.unheard():
-            return self._next_batch()
-
-    def _next_batch(self) -> Any:
-        self.refuse_spent()
-        refuse_other_group(self.ranks)
-        self.refuse_other_process()
-        refuse_hooks(self._model)
-        if self._drawn is not None:
-            raise ConfigurationError(
-                f"the lot of step {self.step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
-                f"for it ({LOOP}; to end a loop early use itertools.islice)"
-            )
-        account = self.account  # of several ranks the first one has it
-        if not self.ranks.number(lambda: float(account is None or account.covers(self.step))):
-            raise BudgetError(
-                f"the budget is spent after step {self.step} of {self.plan.steps}: other runs on the data took the rest"
-            )
-        if self.weights.iterate is not None:
-            raise ConfigurationError("the model is the average of its iterates here: train on outside of averaged()")
-        self.take_iterate()
-        self.forget_kept()
-        self._begin()
-        self._beside = None if self.keep_beside is None else self.keep_beside()
-        self._buffers = KeptState(self._model, (), self._parameters)
-        lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
-        if self._microbatch is None:
-            return self.hand_out_part(lot, lot, torch.arange(len(lot.indices)))
-        self._parts = LotParts(self, lot, self._microbatch, self._blocks)
-        return self._parts
-
-    def hand_out_part(self, lot: Lot, part: Lot, places: torch.Tensor) -> Any:
-        """The batch of a part of the lot, or of all of it; from here on the model is listened to."""
-        try:
-            source = Source(self.streams, self.step, lot.name)
-            batch = self._read(self._batches, lot, source, places)
-            self.engine.step, self.engine.look_again = self.step, self._looks_again()
-            looks = self._collates and self._collate_looks.due(self.step, self._looks_again())
-            looks = looks or (self._collates and len(part.indices) > 1 and self._widths.grow(batch))
-            if looks and len(part.indices) > 1:  # one record alone tells nothing
-                self._collate_looks.told(self.step)
-            self.engine.start(part, source, compare_alone(self._batches, part, source, batch) if looks else None, batch)
-        except BaseException as error:
-            self.abandon_lot()
-            found = explain_reading(self._batches, part.indices.tolist(), error)
-            if found is not None:
-                raise found from found.__cause__
-            raise
-        self.labels.start(batch, part.indices)
-        return batch
-
-    def _refused(self, found: DataError) -> DataError:
+    def refused(self, found: DataError) -> DataError:
         """What to raise for data that does not fit: before the first release the loop is closed, and costs nothing."""
-        if self.step:
+        if self.course.step:
             return found
         self._end()
         closed = DataError(f"{found}. Nothing was released or charged, and this loader is closed")
@@ -411,79 +427,41 @@ class _LoopRun(Run):
 
     def abandon_lot(self) -> None:
         """The lot broke off: its step is over, and its mask is never used again."""
-        self._forget_lot()
-        self.step += 1
+        self._let_go()
+        self.session.go_to(self.session.number + 1)
 
-    def part_gradients(self, part: Lot, lot: Lot, blocks: Sequence[float] | None) -> Gradients:
-        """The gradients of a part of the lot, from what its passes have recorded."""
-        return self._asked((part.indices,), lot, blocks=blocks)
-
-    def holds(self, parts: LotParts) -> bool:
-        """Whether these are the parts of the lot in the owner's hands."""
-        return self._parts is parts
-
-    def refuse_lot_in_hand(self) -> None:
-        """Raise if a lot was drawn and not stepped: what is saved then would draw it a second time."""
-        if self._drawn is not None or self._closed:
-            raise ConfigurationError(
-                "save between two steps: after optimizer.step(), before the loader is asked for the next lot, and "
-                "before close()"
-            )
-
-    def _forget_lot(self) -> None:
-        self._drawn = self._parts = None
-        self.labels.stop()
-        self.engine.start(None)
-
-    def draw(self, rate: float | None = None, name: str = "") -> Lot:
-        """The lot in the owner's hands."""
-        lot = self._drawn
-        if lot is None or self._lots:
-            raise ConfigurationError(f"{self.plan.method} draws more than one lot in a step: {TRAINER}")
-        if lot.rate != (self._sampler.rate if rate is None else rate):
-            raise ConfigurationError(f"{self.plan.method} draws at another rate than it promised: {TRAINER}")
-        self._lots.append(lot)
-        self._spent.append(None)
-        return lot
-
-    def gradients(self, lot: Lot, at: Points = HERE, blocks: Sequence[float] | None = None) -> Gradients:
-        """The lot's per-example gradients, where the owner's backward pass computed them."""
-        if len(at) != 1 or at[0][0] != 1 or at[0][1] is not None:
-            raise ConfigurationError(f"{self.plan.method} wants gradients at other points than the model's: {TRAINER}")
-        if self._parts is not None:
-            self._place(lot)  # of this step
-            return self._parts.gradients(blocks)
-        return super().gradients(lot, blocks=blocks)
+    def _let_go(self) -> None:
+        self._lots.let_go()
+        self.push.let_go()
 
     def attach(self) -> Callable[[], None]:
         """Listen to model and optimizer; returns what ends it."""
 
         def before_step(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._stepping and self._drawn is None:
+            if self._stepping and self._lots.held is None:
                 return  # an optimizer whose step() calls that of its parent class
             if any(value is not None for value in (*args[1:], *kwargs.values())):
                 raise ConfigurationError(
                     f"optimizer.step() takes no closure here, whose gradients would not be private: {LOOP}"
                 )
-            with self.engine.unheard():
+            with self.push.recorder.unheard():
                 self._private_step()
             self._stepping = True
 
         def after_step(*_: Any) -> None:
             self._stepping = False
 
-        handles = [*self.engine.listen(), self._optimizer.register_step_pre_hook(before_step)]
+        handles = [*self.push.recorder.listen(), self._optimizer.register_step_pre_hook(before_step)]
         handles.append(self._optimizer.register_step_post_hook(after_step))
         parts = (self._optimizer, *self._model.modules())
         _taken.update(parts)
 
         def detach() -> None:
-            if self.account is not None and not self._closed:
-                self.account.settle(self.step)
-            stepped, self._closed = self._drawn is None, True
-            self._forget_lot()
-            self.engine.stop_listening()
-            self.close_workers()
+            if not self._closed:
+                self.course.settle()
+            stepped, self._closed = self._lots.held is None, True
+            self._let_go()
+            self.push.close()
             for handle in handles:
                 handle.remove()
             _taken.difference_update(parts)
@@ -495,41 +473,73 @@ class _LoopRun(Run):
 
     def _private_step(self) -> None:
         """Everything is checked before anything is released; then `.grad` is the release over L."""
-        if self._drawn is None:
+        if self._lots.held is None:
             raise ConfigurationError(
                 "optimizer.step() without a lot: take batches from the loader that make_private returned, one step "
                 "each; other loaders do not sample as the accountant assumes, so nothing would be private"
             )
-        self.labels.stop()  # the owner's loss is over; what follows is no business of it
         self._refuse_changes()
         self._buffers.refuse_changes()
         self.refuse_kept()
-        if self._parts is None:
-            self.engine.refuse_incomplete()
-        else:
-            self._parts.finish()
+        self.push.finish()
         try:
-            released = self.take_step()
+            released = self.session.take_step()
         finally:
-            self._forget_lot()  # also of a step that broke off, which is over
+            self._let_go()  # also of a step that broke off, which is over
         self._stepped = True
         # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
-        GradientBuffer(self.engine.layout).set(released, self.plan.lot_size)
-        self.method.tune(self._optimizer, self, self.state)
-        if self.step == self.plan.steps:
-            self.engine.stop_listening()
-            self.close_workers()
-            if self.account is not None:
-                self.account.settle(self.step)
+        GradientBuffer(self.push.layout).set(released, self.plan.lot_size)
+        self.session.method.tune(self._optimizer, self.session, self.session.states["method"])
+        if self.course.step == self.plan.steps:
+            self.push.close()
+            self.course.settle()
 
     def _refuse_changes(self) -> None:
         """Model and optimizer must still hold what they held when they were made private."""
         trainable = [id(p) for p in self._model.parameters() if p.requires_grad]
-        if trainable != [id(p) for p in self.engine.layout.parameters]:
+        if trainable != [id(p) for p in self.push.layout.parameters]:
             raise ConfigurationError(
                 "the trainable parameters changed after make_private: add, freeze and unfreeze layers before it"
             )
-        fitting_optimizer(self, self._optimizer)
+        fitting_optimizer(self.session, self._optimizer)
         for parameter in self._model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # frozen is frozen, whatever was left there
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, atomically, and note it in the ledger."""
+        if self._lots.held is not None or self._closed:  # what is saved then would draw the lot a second time
+            raise ConfigurationError(
+                "save between two steps: after optimizer.step(), before the loader is asked for the next lot, and "
+                "before close()"
+            )
+        self.take_iterate()
+        if self.session.processes.is_first:
+            refuse_unwritable(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self.weights.inside():
+                content = checkpoint.snapshot(
+                    self.course, self._model, self._optimizer, self._scheduler, self.weights.iterate
+                )
+                checkpoint.save(path, content, self.course.noted())
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same plan."""
+        saved = checkpoint.load(path, self.push.layout.device)
+        checkpoint.restore(saved, self.course, self._model, self._optimizer, self._scheduler)
+        self.weights.forget()
+        self.course.watch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop needs to go on, beside model and optimizer."""
+        state = checkpoint.loop_state(self.course)
+        noted = self.course.noted()
+        if noted is not None:
+            noted(state["digest"])
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], ledger: Ledger | None) -> None:
+        """Go on from such a state."""
+        self.course.keep_in(ledger)
+        checkpoint.take_up_loop(self.course, state)
+        self.course.watch()

@@ -1,0 +1,172 @@
+"""What a gradient source must give, and how that becomes a query.
+
+A source (`fodp.sources`) is the only thing that differs between ways to train: it turns a lot into chunks, each with the
+norms of its examples' gradients and a way to add their weighted sum to a vector. No per-example gradient leaves it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fodp import _checks
+from fodp._checks import PrivacyError
+from fodp.clip import FLAT, ByNorm, ClipRule, by_norm, limits
+from fodp.queries import Factor, Query
+
+# The contribution of one example, as computed, may exceed its bound by this relative amount. Norms are raised by the
+# worst that float32 can do (`clipping/layers/rounding.py`), so what is left is the rounding of float64 sums of squares:
+# 2^16 of them and a few come one after another. `make fuzz` searches for more. Rounding in the sum over the examples is
+# another matter: docs/threat-model.md.
+FLOAT_TOLERANCE = 1e-9
+
+# Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
+Points = Sequence[tuple[float, Tensor | None]]
+HERE: Points = ((1.0, None),)
+
+
+class FlatLayout(Protocol):
+    """Where each trainable parameter lies in a flat vector."""
+
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """A copy of the parameters as one flat vector."""
+
+
+class Chunk(Protocol):
+    """Some examples of a lot after their backward pass. An example without a finite gradient has norm zero."""
+
+    norms: Tensor  # one per example
+
+    def finite(self, values: Tensor) -> Tensor:
+        """The values, zero for every example whose gradient is not finite."""
+
+    def layer_norms(self, places: Sequence[int]) -> Tensor:
+        """The norm of each example's gradient in the parameters at these places."""
+
+    def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
+        """Write Σ wᵢ·gᵢ into the flat vector, or add it there."""
+
+    def add_weighted_layer(self, out: Tensor, weights: Tensor, places: Sequence[int]) -> None:
+        """Add Σ wᵢ·gᵢ in the parameters at these places to the flat vector."""
+
+
+class Source(Protocol):
+    """Where per-example gradients come from: `Pull` runs the loss itself, `Push` records the owner's own passes."""
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each trainable parameter lies in the flat vector."""
+
+    def chunks(self, lot: Any, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Iterable[Chunk]:
+        """The lot's examples, at these points, each gradient scaled by public factors (one per parameter).
+
+        It may be gone through more than once. `exact` sums in float64.
+        """
+
+    def unchanged(self) -> Any:
+        """A context around a step: `refuse_changes()` raises if the model has kept something of the examples."""
+
+    def scaling(self, shape: Any, same: Any) -> Any:
+        """The state of a scaling option, which may look at the model through public records."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a seeded run needs to go on bit for bit."""
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over a saved state; None: it was left out."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The per-example gradients of one lot, as questions whose answers know their bound: private, so only queries leave.
+
+    Where the unit is a person, an "example" is a person with all rows of theirs in the lot.
+    `total` adds the sums of other processes, if there are any: each example is in one of them.
+    """
+
+    chunks: Iterable[Chunk]
+    layout: FlatLayout
+    lot: object = None
+    rule: ClipRule = FLAT
+    factors: tuple[Factor, ...] | None = None
+    exact: bool = False
+    total: Callable[[Tensor], Tensor] = lambda part: part  # noqa: E731
+
+    def clipped_sum(self, clip_norm: float) -> Query:
+        """Σ gᵢ·min(1, C/‖gᵢ‖), or what the clip rule makes of it: sensitivity C (paper, Lemma 1)."""
+        return self._sum(self.rule, _checks.clip_norm("clip_norm", clip_norm))
+
+    def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
+        """Σ wᵢ·gᵢ with wᵢ = weight(norms)ᵢ, cut so that ‖wᵢ·gᵢ‖ ≤ bound, whatever `weight` says.
+
+        `weight` must treat every example by itself: a weight that looks at the other norms would let one example change
+        the others' terms, and the bound would not hold. A weight that is not finite counts as zero.
+        """
+        if weight is None:
+            return self._sum(self.rule if self.rule.by_layer else FLAT, bound)
+        if self.rule.by_layer:
+            raise PrivacyError("a weight by the norm of a whole gradient cannot be had layer by layer: use clip='flat'")
+        return self._sum(_Weighted(weight), bound)
+
+    def norm_sum(self, clip_norm: float) -> Query:
+        """Σ min(‖gᵢ‖, C): sensitivity C."""
+        bound = _checks.clip_norm("clip_norm", clip_norm)
+        # In float64: over millions of examples float32 rounds by more than one example may add.
+        total = torch.zeros((), dtype=torch.float64, device=self.layout.device)
+        for chunk in self.chunks:
+            total = total + chunk.norms.double().clamp(max=bound).sum()
+        return self._query(total, bound)
+
+    def count(self, fraction: ByNorm) -> Query:
+        """Σ (fᵢ - ½) with fᵢ = fraction(norms)ᵢ in [0, 1]: sensitivity ½, half of an uncentred count's.
+
+        A non-finite gradient or fraction contributes zero. Where layers are clipped apart, an example's number is the
+        clip norm at which the first of its layers is clipped, so that "within the clip norm" means that none is.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.layout.device)  # see norm_sum
+        for chunk in self.chunks:
+            fractions = by_norm(fraction, self.rule.limiting(chunk), 0.5).clamp(0, 1)
+            total = total + chunk.finite(fractions - 0.5).sum(dtype=torch.float64)
+        return self._query(total, 0.5)
+
+    def _sum(self, rule: ClipRule, bound: float) -> Query:
+        layout, accumulate = self.layout, False
+        dtype = torch.float64 if self.exact else layout.dtype
+        total = torch.empty(layout.size, dtype=dtype, device=layout.device)
+        for chunk in self.chunks:
+            rule.add(chunk, total, bound, accumulate)
+            accumulate = True
+            del chunk  # before the next one is recorded
+        blocks = None
+        if self.factors is not None:
+            blocks = tuple(zip((p.numel() for p in layout.parameters), self.factors, strict=True))
+        return self._query(total if accumulate else total.zero_(), bound, blocks)
+
+    def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
+        """Of all processes: each example is in one of them, so the bound is that of its part."""
+        return Query(self.total(value), bound, self.lot, self.layout.dtype, blocks)
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """A method's own weights, cut to the bound."""
+
+    weight: ByNorm
+    by_layer = False
+
+    def add(self, chunk: Chunk, out: Tensor, bound: float, accumulate: bool) -> None:
+        """Add Σ wᵢ·gᵢ."""
+        limit = limits(chunk.norms, bound)
+        chunk.add_weighted(out, by_norm(self.weight, chunk.norms, 0.0).clamp(-limit, limit), accumulate)
+
+    def limiting(self, chunk: Chunk) -> Tensor:
+        """The norms."""
+        return chunk.norms

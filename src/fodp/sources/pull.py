@@ -1,0 +1,174 @@
+"""The Trainer's source: it reads a lot's records and runs the loss itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fodp._looks import Looks, is_rare
+from fodp.clipping import self_check
+from fodp.clipping.augmentation import Augmentation
+from fodp.clipping.batches import Keyed, Parts, repeat, take
+from fodp.clipping.buffers import KeptState
+from fodp.clipping.chunks import Chunks
+from fodp.clipping.engine import Engine
+from fodp.clipping.layout import Layout
+from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_other_gradient
+from fodp.clipping.remembered import Outside
+from fodp.draws import Source
+from fodp.gradients import Points
+from fodp.noise import Streams
+from fodp.queries import Factor
+from fodp.sampling import Fetcher, Lot
+from fodp.shaping import Shaping, start
+from fodp.shaping.kronecker import SameOnAllRanks
+from fodp.shaping.made_up import made_up
+from fodp.sources.ahead import Ahead, read
+
+
+class Pull:
+    """Per-example gradients of lots that it reads itself, under a loss that it runs itself.
+
+    A record has `copies` rows, augmented; at most `microbatch` examples are in flight. `summed`: a person's gradient is
+    the sum of their records' gradients, else the mean. `ahead` has read lots in worker processes. `outside` is what
+    augmentation and `collate_fn` can reach beside the model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fetcher: Fetcher,
+        streams: Streams,
+        *,
+        outside: Outside,
+        copies: int = 1,
+        microbatch: int | None = None,
+        augmentation: Augmentation | None = None,
+        summed: bool = False,
+        ahead: Ahead | None = None,
+        public_sample: Any = None,
+    ):
+        self.engine, self.fetcher, self.augmentation, self.copies = engine, fetcher, augmentation, copies
+        self._streams, self._microbatch, self._summed, self._ahead = streams, microbatch, summed, ahead
+        self._watched = [engine.outside, outside]
+        self._parameters = tuple(engine.model.parameters())
+        self._public_sample = public_sample
+        self._widths = Widths()
+        self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
+        self.asked: Lot | None = None  # the lot whose gradients were asked for last
+
+    @property
+    def layout(self) -> Layout:
+        """Where each trainable parameter lies in the flat vector."""
+        return self.engine.layout
+
+    def chunks(self, lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Chunks:
+        """The lot's examples, in chunks that fit into memory."""
+        self.asked = lot
+        self.engine.at_step(lot.step)
+        if self.fetcher.batched_by is not None and self._collate_looks.due(lot.step, is_rare(lot.step)):
+            self._refuse_mixing_collate(lot)
+        return Chunks(self.engine, self._batch(lot), at, self.copies, self._microbatch, factors, exact)
+
+    def unchanged(self) -> KeptState:
+        """The model's buffers, and what its loss can reach, as they are before a step."""
+        return KeptState(self.engine.model, self._watched, self._parameters)
+
+    def scaling(self, shape: Any, same: SameOnAllRanks) -> Shaping:
+        """The public factors of a run, measured by public or made-up records where they are learned."""
+        return start(shape, self.engine, self._made_up(shape), same)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows are recorded at once: another split of a lot has other last bits."""
+        return {"rows_at_once": self.engine.rows_at_once}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over a saved state; None: it was left out."""
+        self.engine.rows_at_once = None if state is None else state["rows_at_once"]
+
+    def set_augmentation_aside(self) -> None:
+        """From now on records are taken as they are: for audits whose records are no data that could be augmented.
+
+        Copies stay: each record still has that many rows, whose gradients are averaged.
+        """
+        self.augmentation = None
+
+    def refuse_wrong_loss(self) -> None:
+        """Raise if the loss function plainly has another form than loss_fn(model, batch) with one loss per example.
+
+        Or if the batches cannot be taken apart, record by record.
+        """
+        self.fetcher.refuse_what_cannot_be_divided()
+        self_check.refuse_wrong_form(self.engine, self.fetcher.fetch(torch.zeros(0, dtype=torch.int64)))
+
+    def close(self) -> None:
+        """End the processes that read ahead; another step starts fresh ones."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _batch(self, lot: Lot) -> Keyed:
+        """The lot's records, each with draws of its own; fetched as they are worked on if they are many."""
+        source, at_once = Source(self._streams, lot.step, lot.name), self._microbatch
+        everyone = torch.arange(len(lot.indices))
+        if self.augmentation is None and self.copies == 1 and (most := self.fetcher.rows_at_once) is not None:
+            at_once = most if at_once is None else min(at_once, most)
+        if at_once is None or len(lot.indices) <= at_once:
+            return self._some(lot, source, everyone, is_rare(lot.step))
+        rows = self._rows(lot.records)
+        parts = Parts(len(rows), at_once * self.copies, lambda part: self._part(lot, source, part))
+        return self._keyed(lot, everyone, parts, rows, source)
+
+    def _some(self, lot: Lot, source: Source, places: Tensor, look: bool) -> Keyed:
+        """The records at these places of a lot; `look`: whether the augmentation is looked at."""
+        fetched = read(self.fetcher, self._ahead, lot, source, places)
+        if self.fetcher.batched_by is not None and len(places) > 1 and self._widths.grow(fetched):
+            self._refuse_mixing_collate(lot, places)
+        batch = self._keyed(lot, places, repeat(fetched, self.copies), self._rows(lot.records[places]), source)
+        return batch if self.augmentation is None else self.augmentation(batch, look)
+
+    def _part(self, lot: Lot, source: Source, part: slice | Tensor) -> Any:
+        """Some rows of a lot: their records are fetched, and augmented, without the others."""
+        wanted = torch.arange(len(lot.indices) * self.copies)[part]
+        places, row_of = torch.unique(wanted // self.copies, return_inverse=True)
+        found = self._some(lot, source, places, is_rare(lot.step))
+        chosen = row_of * self.copies + wanted % self.copies
+        all_rows = len(chosen) == len(found.records) and bool((chosen == torch.arange(len(chosen))).all())
+        return found.rows if all_rows else take(found.rows, chosen)
+
+    def _rows(self, records: Tensor) -> Tensor:
+        """The numbers that the rows of these records draw under."""
+        return records if self.copies == 1 else (records[:, None] * self.copies + torch.arange(self.copies)).flatten()
+
+    def _keyed(self, lot: Lot, places: Tensor, batch: Any, rows: Tensor, source: Source) -> Keyed:
+        """The batch of some of the lot's records, with whose they are."""
+        owners = None if lot.owners is None else lot.owners[places].repeat_interleave(self.copies)
+        return Keyed(batch, rows, source, owners, self._summed)
+
+    def _made_up(self, shape: Any) -> Callable[[int], Any]:
+        """Public records for a step: the user's, or made up from what is public of the data's form."""
+        if self._public_sample is not None:
+            return lambda _: self._public_sample
+        forms, engine = self.fetcher.forms, self.engine
+        return lambda step: made_up(forms, engine.model, engine.loss_fn, shape.shape_inputs, step)
+
+    def _refuse_mixing_collate(self, lot: Lot, some: Tensor | None = None) -> None:
+        """Raise if `collate_fn` makes something else of a record in its lot than alone, and that has an effect.
+
+        `some`: the places in the lot of the records that are collated together.
+        """
+        some = torch.arange(min(len(lot.indices), self._microbatch or len(lot.indices))) if some is None else some
+        if not len(some):
+            return
+        if len(some) > 1:  # one record alone tells nothing
+            self._collate_looks.told(lot.step)
+        source, copies = Source(self._streams, lot.step, lot.name), self.copies
+        indices, numbers = lot.indices[some], lot.records[some]
+        batch = self.fetcher.fetch(indices, source, numbers)
+        self._widths.grow(batch)
+        padded = padded_records(self.fetcher, indices, numbers, source, batch)
+        together = self._some(lot, source, some, False) if padded else None
+        for row, _, _ in padded:
+            alone = self._some(lot, source, some[row][None], False)
+            here = take(together, slice(row * copies, (row + 1) * copies))
+            refuse_other_gradient(self.engine, here, alone, copies, self.fetcher.batched_by)

@@ -1,0 +1,195 @@
+"""The source of a loop of one's own: the owner's forward and backward pass fill it, and the loader hands out its lots."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fodp._checks import ConfigurationError, DataError
+from fodp._looks import Looks, is_rare
+from fodp.clip import ClipRule
+from fodp.clipping.buffers import KeptState
+from fodp.clipping.chunks import Chunks
+from fodp.clipping.layout import Layout
+from fodp.clipping.padding import LOTS_COMPARED, Widths
+from fodp.draws import Source
+from fodp.gradients import HERE, Chunk, Gradients, Points
+from fodp.noise import Streams
+from fodp.queries import Factor
+from fodp.sampling import Fetcher, Lot, Lots
+from fodp.shaping import Shaping, start
+from fodp.shaping.kronecker import SameOnAllRanks
+from fodp.sources.ahead import Ahead, read
+from fodp.sources.loss_watch import LossWatch
+from fodp.sources.padding import compare_alone
+from fodp.sources.parts import GatheredChunk, LotParts
+from fodp.sources.recorder import TRAINER, Recorder
+from fodp.training.bad_records import explain_reading
+
+
+class HeldLots:
+    """The lots of a loop that draws when its loader is asked: a method's step gets the one in the owner's hands."""
+
+    def __init__(self, lots: Lots, method: str):
+        self._lots, self._method = lots, method
+        self.held: Lot | None = None
+
+    @property
+    def rate(self) -> float:
+        """The chance of a record, or of one whose turn it is."""
+        return self._lots.rate
+
+    def take(self, step: int, rate: float) -> Lot:
+        """Draw the lot of the next step, and hold it until `let_go`."""
+        self.held = self._lots.draw(step, "mask", rate)
+        return self.held
+
+    def let_go(self) -> None:
+        """The lot is over."""
+        self.held = None
+
+    def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
+        """The lot in the owner's hands."""
+        if self.held is None or name != "mask":
+            raise ConfigurationError(f"{self._method} draws more than one lot in a step: {TRAINER}")
+        if self.held.rate != (self.rate if rate is None else rate):
+            raise ConfigurationError(f"{self._method} draws at another rate than it promised: {TRAINER}")
+        return self.held
+
+    def whose_turn(self, step: int) -> Tensor | None:
+        """The records that this step may draw."""
+        return self._lots.whose_turn(step)
+
+    def next_round(self, step: int) -> int:
+        """The first step, from this one on, at which new groups may be drawn."""
+        return self._lots.next_round(step)
+
+
+class Push:
+    """Per-example gradients that hooks have recorded in the owner's own passes over a lot, or over its parts."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        fetcher: Fetcher,
+        streams: Streams,
+        dataset: Any,
+        *,
+        microbatch: int | None = None,
+        ahead: Ahead | None = None,
+        refused: Callable[[DataError], DataError] = lambda found: found,
+        abandon: Callable[[], None] = lambda: None,
+    ):
+        self.recorder, self._fetcher, self._streams, self._ahead = recorder, fetcher, streams, ahead
+        self._microbatch, self._abandon = microbatch, abandon  # what ends a lot that broke off
+        self._gathered: GatheredChunk | None = None
+        self._parts: LotParts | None = None
+        self._parameters = tuple(recorder.model.parameters())
+        self._widths, self._collate_looks = Widths(), Looks(LOTS_COMPARED)
+        self._labels = LossWatch(dataset, fetcher, refused, lambda: recorder.is_looking)
+        recorder.refuse_by(refused)
+
+    @property
+    def layout(self) -> Layout:
+        """Where each trainable parameter lies in the flat vector."""
+        return self.recorder.layout
+
+    def chunks(self, lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Iterable[Chunk]:
+        """What the owner's passes have recorded of the lot."""
+        if at is not HERE:
+            raise ConfigurationError(f"this method wants gradients at other points than the model's: {TRAINER}")
+        if self._gathered is not None and lot is not self.recorder.lot:
+            return [self._gathered]
+        return Chunks(self.recorder, (lot.indices,), factors=factors, exact=exact)
+
+    def unchanged(self) -> KeptState:
+        """The model's buffers as they are before a step."""
+        return KeptState(self.recorder.model, (), self._parameters)
+
+    def scaling(self, shape: Any, same: SameOnAllRanks) -> Shaping:
+        """The public factors of a run; there is no loss here that could be shown public records."""
+        return start(shape, self.recorder, None, same)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: how lots are split is the owner's choice."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Nothing was kept."""
+
+    def refuse_wrong_loss(self) -> None:
+        """The loss is the owner's, and is looked at when it is computed."""
+
+    def hand_out(self, lot: Lot, rule: ClipRule, bound: float, exact: bool, gradients: Callable[[Lot], Gradients]) -> Any:
+        """The batch of a lot; or its parts, each of which is clipped by the rule and summed when its pass is over."""
+        if self._microbatch is None:
+            return self._hand_out(lot, lot, torch.arange(len(lot.indices)))
+        dtype = torch.float64 if exact else self.layout.dtype
+        gathered = self._gathered = GatheredChunk(rule, bound, self.layout, dtype)
+
+        def take_in(part: Lot) -> None:
+            with self.recorder.unheard():
+                try:
+                    gathered.add(gradients(part))
+                except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
+                    self._abandon()
+                    raise
+                self.recorder.start_between_parts()
+
+        self._parts = LotParts(
+            lot, self._microbatch, lambda part, places: self._hand_out(lot, part, places), self._refuse_part, take_in
+        )
+        return self._parts
+
+    def finish(self) -> None:
+        """Raise unless the owner's passes over the lot are complete and understood."""
+        self._labels.stop()  # the owner's loss is over; what follows is no business of it
+        if self._parts is None:
+            self.recorder.refuse_incomplete()
+        else:
+            self._parts.finish()
+
+    def let_go(self) -> None:
+        """The lot is over."""
+        if self._parts is not None:
+            self._parts.end()
+        self._gathered = self._parts = None
+        self._labels.stop()
+        self.recorder.start(None)
+
+    def stop_listening(self) -> None:
+        """The loop is broken off, or goes on later."""
+        self._labels.stop()
+
+    def close(self) -> None:
+        """The run is over: end what listens, and the processes that read ahead."""
+        self.recorder.stop_listening()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _refuse_part(self) -> None:
+        with self.recorder.unheard():
+            self.recorder.refuse_incomplete()
+
+    def _hand_out(self, lot: Lot, part: Lot, places: Tensor) -> Any:
+        """The batch of a part of the lot, or of all of it; from here on the model is listened to."""
+        try:
+            source, again = Source(self._streams, lot.step, lot.name), is_rare(lot.step)
+            batch = read(self._fetcher, self._ahead, lot, source, places)
+            self.recorder.at_step(lot.step)
+            collates, several = self._fetcher.batched_by is not None, len(part.indices) > 1
+            looks = collates and self._collate_looks.due(lot.step, again)
+            looks = looks or (collates and several and self._widths.grow(batch))
+            if looks and several:  # one record alone tells nothing
+                self._collate_looks.told(lot.step)
+            padded = compare_alone(self._fetcher, part, source, batch) if looks else None
+            self.recorder.start(part, source, padded, batch)
+        except BaseException as error:
+            self._abandon()
+            found = explain_reading(self._fetcher, part.indices.tolist(), error)
+            if found is not None:
+                raise found from found.__cause__
+            raise
+        self._labels.start(batch, part.indices)
+        return batch
