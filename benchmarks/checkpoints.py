@@ -52,9 +52,9 @@ def trainer(parameters: int, window: int) -> fodp.Trainer:
     )  # fmt: skip
     data = (torch.zeros(4, width),)
     made = fodp.Trainer(model, lambda m, batch: m(batch[0]).sum(1), data, plan)
-    release = torch.randn(made.run.engine.layout.size)
+    release = torch.randn(made.source.engine.layout.size)
     for _ in range(window):
-        made.run.state.write(release)
+        made.session.states["method"].write(release)
     return made
 
 

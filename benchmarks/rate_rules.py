@@ -32,7 +32,7 @@ from torch import Tensor
 from fodp.accounting import joint
 from fodp.cli._malloc import keep_freed_memory
 from fodp.data.models import cross_entropy
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 from fodp_lab.paper import models
 from fodp_lab.paper.execute import Curve, _scored, make_trainer, splits_for
 from fodp_lab.paper.spec import RunSpec
@@ -50,10 +50,10 @@ class Rule:
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.auto = trainer, trainer.learning_rate
-        self.parameters = trainer.run.engine.layout.parameters
+        self.parameters = trainer.source.engine.layout.parameters
         plan = trainer.plan
         self.std = plan.noise_multiplier * plan.clip_norm / plan.lot_size
-        self.factors = [math.sqrt(trainer.run.noise_share(p)) for p in self.parameters]  # noise has std·factor
+        self.factors = [math.sqrt(trainer.session.noise_share(p)) for p in self.parameters]  # noise has std·factor
         self.start = self.points()
         self.taken: list[float] = []
         trainer.optimizer.register_step_pre_hook(lambda *_: self.set())

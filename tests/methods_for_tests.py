@@ -19,7 +19,7 @@ from fodp.testing import (
     record,
     trainer,
 )
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 __all__ = [
     "ODD",

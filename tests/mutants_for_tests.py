@@ -37,7 +37,7 @@ from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.run import Run
 from fodp.sampling import Fetcher, Lot
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 BETA = 0.5  # of the mutants of FO-DP-SGD
 SEED = 0
@@ -414,7 +414,7 @@ def norms_under_autocast(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.loop.compare_alone", lambda *_: None)
+    patch.setattr("fodp.own_loop.compare_alone", lambda *_: None)
 
 
 def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
@@ -422,11 +422,11 @@ def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.recorder.Recorder._on_any_module", lambda *_: None)
+    patch.setattr("fodp.sources.recorder.Recorder._on_any_module", lambda *_: None)
 
 
 def joint_losses_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.recorder.Recorder._look_at_losses", lambda *_: None)
+    patch.setattr("fodp.sources.recorder.Recorder._look_at_losses", lambda *_: None)
 
 
 def nothing_summed(patch: pytest.MonkeyPatch) -> None:
@@ -621,20 +621,20 @@ def equal_rows_not_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
+    patch.setattr("fodp.sources.coupling.Coupling.refuse", lambda *_: None)
 
 
 def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
     own_losses_not_looked_at(patch)
-    patch.setattr("fodp.training.between._WITH_COUNTS", ())
+    patch.setattr("fodp.sources.between._WITH_COUNTS", ())
 
 
 def earlier_lots_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.coupling.Coupling.over", lambda *_: None)
+    patch.setattr("fodp.sources.coupling.Coupling.over", lambda *_: None)
 
 
 def criteria_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.beside.Beside.refuse_changes", lambda _: None)
+    patch.setattr("fodp.sources.beside.Beside.refuse_changes", lambda _: None)
 
 
 UNSEEN = (

@@ -29,11 +29,11 @@ from .memory import UniformMemory as UniformMemory
 from .methods import Method as Method
 from .methods import register as register
 from .methods.mechanism import GaussianMechanism as GaussianMechanism
+from .own_loop import make_private as make_private
 from .plan import Plan as Plan
 from .queries import Query as Query
-from .run import Run as Run
+from .session import Session as Session
+from .trainer import Trainer as Trainer
 from .training.exported import load_exported as load_exported
-from .training.loop import make_private as make_private
-from .training.trainer import Trainer as Trainer
 
 __version__: str

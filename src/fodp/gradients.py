@@ -98,7 +98,7 @@ class Gradients:
     rule: ClipRule = FLAT
     factors: tuple[Factor, ...] | None = None
     exact: bool = False
-    total: Callable[[Tensor], Tensor] = lambda part: part  # noqa: E731
+    total: Callable[[Tensor], Tensor] = lambda part: part
 
     def clipped_sum(self, clip_norm: float) -> Query:
         """Σ gᵢ·min(1, C/‖gᵢ‖), or what the clip rule makes of it: sensitivity C (paper, Lemma 1)."""

@@ -336,4 +336,3 @@ def _rule(plan: Plan, source: Source) -> ClipRule:
     if parts.layers is not None:
         return ByLayer(parts.layers.groups(source.layout.names))
     return FLAT if parts.stability is None else Normalised(parts.stability)
-

@@ -41,6 +41,23 @@ class PublicNumbers(Protocol):
         """The method's one noise number, which calibration moves."""
 
 
+class Known(Protocol):
+    """What is known of a session between two steps, for `Method.tune` and `Method.accepts`: public, or made of
+    releases."""
+
+    def noise_variance(self) -> float:
+        """Variance per coordinate of the noise in what the optimizer gets."""
+
+    def noise_share(self, parameter: Tensor) -> float:
+        """What share of that variance the noise of a parameter has: a scaling differs from one to another."""
+
+    def uniform(self, count: int, name: str) -> Tensor:
+        """Uniform numbers in [0, 1) from the run's own stream, the same in every process of a run."""
+
+    def public_score(self) -> float:
+        """The loss on data declared public."""
+
+
 class Step:
     """One step of a plan: its lots and what they have spent, its clip norm C and its place in the public schedules.
 
@@ -145,18 +162,12 @@ class Step:
 
         One for each record of a lot: `lot.own(step.uniform(lot.count, name))`, which are those of the records here.
         """
-        words = self._session.streams.words(count, self.number, f"uniform.{name}")  # never a lot's own words
-        device = self._session.source.layout.device
-        return torch.from_numpy((words >> 11) * 2.0**-53).to(device, non_blocking=True)
+        return self._session.uniform(count, name)
 
     def unclipped_fraction(self) -> float | None:
         """The released noisy share of examples within the clip norm in this step; None without a quantile."""
         clip = self._session.adaptive_clip
         return None if clip is None or self._count is None else clip.fraction_of(self._count)
-
-    def public_score(self) -> float:
-        """The loss on data declared public."""
-        return self._session.public_score()
 
     def close(self) -> None:
         """Raise unless the step has emitted what the plan promised for it; then a released count moves C."""

@@ -32,9 +32,9 @@ from fodp.audit.tape import Tape, event_faults, same
 from fodp.methods import METHODS, Method, register
 from fodp.methods.parts.rates import AUTO
 from fodp.plan import Plan
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
-from fodp.training.trainer import Trainer
 
 __all__ = ["CHECKS", "PARTS", "Report", "check_method", "delete_one", "faults", "registered"]
 
@@ -343,7 +343,7 @@ def _resuming(method: str, params: Params) -> Iterator[str]:
         second.fit()
         parts = {
             "the parameters": (flat(second.model), flat(whole.model)),
-            "the method's state": (second.run.state_dict(), whole.run.state_dict()),
+            "the method's state": (second.session.state_dict(), whole.session.state_dict()),
             "the optimizer's state": (second.optimizer.state_dict(), whole.optimizer.state_dict()),
         }
         for part, (resumed, straight) in parts.items():
@@ -356,7 +356,7 @@ def _microbatches(method: str, params: Params) -> Iterator[str]:
         whole, parts = trainer(plan(method, given)), trainer(plan(method, given), microbatch=5)
         if not torch.allclose(path(whole), path(parts), atol=1e-10):
             yield "examples in flight at a time (microbatch) change the run"
-        if whole.run.clip_norm != parts.run.clip_norm:
+        if whole.session.clip_norm != parts.session.clip_norm:
             yield "examples in flight at a time (microbatch) change the clip norm"
 
 
@@ -371,7 +371,7 @@ def _secure(method: str, params: Params) -> Iterator[str]:
 def _float64(method: str, params: Params) -> Iterator[str]:
     for dtype in (torch.float32, torch.float64):
         training = trainer(plan(method, params, steps=3), network(dtype), data(dtype=dtype))
-        found = training.run.take_step().dtype
+        found = training.session.take_step().dtype
         if found != dtype:
             yield f"a model of {dtype} gets releases of {found}"
 

@@ -249,9 +249,14 @@ class Trainer:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
         self._stop.early = True
 
-    def interrupt(self) -> None:
-        """End the fit after the step that is under way, as Ctrl-C does."""
-        self._stop.interrupted = True
+    @property
+    def interrupted(self) -> bool:
+        """Whether the fit was asked to end, by a signal or a callback; a callback may set it."""
+        return self._stop.interrupted
+
+    @interrupted.setter
+    def interrupted(self, asked: bool) -> None:
+        self._stop.interrupted = asked
 
     def _train(self) -> None:
         if self._refused is not None:
@@ -319,7 +324,7 @@ class Trainer:
             self._call("on_epoch")
         self.course.end_with_the_budget()
         while self._goes_on():
-            self._one_step()
+            self.take_step()
             self._call("on_step")
             self.course.end_with_the_budget()
             if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
@@ -336,7 +341,8 @@ class Trainer:
             processes.refuse_drift(self.session.parameters)
         return goes_on
 
-    def _one_step(self) -> None:
+    def take_step(self) -> None:
+        """One step of a fit: release, update, average. `fit()` takes all of them, and looks before the first."""
         if not self.course.covers():
             raise BudgetError("the budget is spent")
         refuse_hooks(self.model)

@@ -16,7 +16,7 @@ import torch
 import fodp
 from fodp.cli.main import main
 from fodp.methods import recipe
-from fodp.training.checkpoint import FORMAT
+from fodp.state.checkpoint import FORMAT
 
 QUICK = ["--epochs", "0.2", "--quiet", "--noise-multiplier", "2", "--accountant", "rdp", "--threads", "1"]
 SEEDED = [*QUICK, "--seed", "0"]

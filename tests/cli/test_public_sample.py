@@ -9,7 +9,7 @@ import torch
 from fodp.cli.main import main
 from fodp.data import CARDS, load
 from fodp.data.loading import public_records
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 QUICK = ["--epochs", "1", "--quiet", "--noise-multiplier", "2", "--accountant", "rdp", "--seed", "0", "--threads", "1"]
 SHAPE = ["--method", "dp-sgd", "--shape", "kronecker", "--lr", "0.1"]

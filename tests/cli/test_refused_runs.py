@@ -30,7 +30,7 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(capsys, tmp_
     def refuses(*_):
         raise fodp.DataError("record 17 of the data set is odd")
 
-    monkeypatch.setattr("fodp.training.trainer.rehearse", refuses)
+    monkeypatch.setattr("fodp.trainer.rehearse", refuses)
     folder = tmp_path / "runs" / "r"
     if existed:
         folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_a_run_that_has_taken_steps_is_kept(capsys, tmp_path, monkeypatch):
     lost="nothing",
     costs="nothing",
 )
-@pytest.mark.parametrize("place", ["fodp.data.load", "fodp.training.trainer.rehearse"])
+@pytest.mark.parametrize("place", ["fodp.data.load", "fodp.trainer.rehearse"])
 def test_an_interrupt_before_the_first_step_says_that_nothing_was_charged(capsys, tmp_path, monkeypatch, place):
     def interrupts(*_, **__):
         raise KeyboardInterrupt(2)

@@ -311,7 +311,7 @@ class TestSharedLedger:
 
     def test_other_data_under_the_name_is_refused(self, tune, tmp_path, capsys, monkeypatch):
         assert tune(*self.words(tmp_path, "20,1e-5"), pool=Here(stop_after=0)) == 130
-        monkeypatch.setattr("fodp.training.bookkeeping.fingerprint", lambda chunks: fingerprint([b"x", *chunks]))
+        monkeypatch.setattr("fodp.state.ledgers.fingerprint", lambda chunks: fingerprint([b"x", *chunks]))
         pool = Here()
         assert tune("--resume", new=False, pool=pool) == 2
         assert "--allow-changed-data" in capsys.readouterr().err

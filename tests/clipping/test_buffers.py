@@ -12,7 +12,7 @@ import fodp
 from fodp.clipping.buffers import KeptBuffers
 from fodp.training import checkpoint
 from fodp.training.callbacks import Checkpoint
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 
 class Statistics(nn.Module):
@@ -83,7 +83,7 @@ def as_at_first(net):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:per-example gradients run one example at a time")
 def test_the_trainer_refuses_before_anything_is_used(tmp_path, monkeypatch, way, engine):
-    monkeypatch.setattr("fodp.training.trainer.rehearse", lambda run, dataset: None)  # as if it began to write later
+    monkeypatch.setattr("fodp.trainer.rehearse", lambda run, dataset: None)  # as if it began to write later
     net = model(way)
     trainer = fodp.Trainer(net, losses, data(), plan(), engine=engine, callbacks=[Checkpoint(tmp_path / "c.pt")])
     with pytest.raises(fodp.PrivacyError, match=r"writes into the buffer 1\.(kept|fresh|links) when it sees examples"):

@@ -12,7 +12,7 @@ import fodp
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.rules import RULES
 from fodp.clipping.layers.uses import Product
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 from methods_for_tests import data, losses, plan
 from models_for_tests import clipped, gradients_by_hand
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import fodp
 from fodp.methods import METHODS
 from fodp.noise import Streams
-from fodp.noise.release import release
+from fodp.release import release
 from fodp.queries import Query
 from fodp.testing import data, network, plan
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason="this PyTorch cannot register a device in Python")

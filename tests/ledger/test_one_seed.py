@@ -12,8 +12,8 @@ from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
 from fodp.ledger.fingerprint import secret_file
 from fodp.training.callbacks import Checkpoint
-from fodp.training.loop import make_private
-from fodp.training.trainer import Trainer
+from fodp.own_loop import make_private
+from fodp.trainer import Trainer
 
 BUDGET = (3.0, 1e-5)
 

@@ -14,8 +14,8 @@ import fodp
 from fodp.ledger import Ledger, replays
 from fodp.ledger.checking import faults
 from fodp.training.callbacks import Callback
-from fodp.training.loop import make_private
-from fodp.training.trainer import Trainer
+from fodp.own_loop import make_private
+from fodp.trainer import Trainer
 
 STEPS, SAVED = 8, 3
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -218,7 +218,7 @@ def test_steps_of_an_earlier_version_are_lost(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         original = Ledger.open
         patch.setattr(Ledger, "open", lambda *words, replays, **named: original(*words, **named))
-        patch.setattr("fodp.training.trainer.witness_of", lambda run, account: None)
+        patch.setattr("fodp.trainer.witness_of", lambda run, account: None)
         made(tmp_path, callbacks=[Save(tmp_path)], last_step=6).fit()
     with pytest.warns(UserWarning, match="an earlier version of fodp"):
         again = resumed(tmp_path)

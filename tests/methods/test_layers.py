@@ -9,7 +9,7 @@ from torch import nn
 import fodp
 from fodp import testing
 from fodp.clipping.engine import Engine
-from fodp.clipping.gradients import Gradients
+from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.methods.parts.layers import PerLayer
 from methods_for_tests import data, flat, losses, network, plan, trajectory

@@ -11,7 +11,7 @@ import fodp
 import mutants_for_tests
 from fodp import ConfigurationError, audit, shaping, testing
 from fodp.audit.tape import event_faults, promised
-from fodp.clipping.gradients import Gradients
+from fodp.gradients import Gradients
 from fodp.clipping.maps import Kronecker
 from fodp.methods import METHODS
 from fodp.queries import Query

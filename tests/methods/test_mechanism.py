@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fodp
 from fodp.noise import Streams
-from fodp.noise.release import release
+from fodp.release import release
 from fodp.queries import Query
 
 

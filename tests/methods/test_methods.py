@@ -31,7 +31,7 @@ from fodp.methods.parts.adaptive_clip import Quantile
 from fodp.methods.parts.filters import Doppler, Fractional, Momentum
 from fodp.methods.parts.updates import Adam, AdamW, CorrectedAdam, CorrectedAdamW, Sgd
 from fodp.training.scores import accuracy
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 from methods_for_tests import (
     StopAfter,
     data,

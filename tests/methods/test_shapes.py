@@ -9,7 +9,7 @@ import fodp
 from fodp import ConfigurationError, PrivacyError, testing
 from fodp.audit.tape import event_faults, promised
 from fodp.clipping.engine import Engine
-from fodp.clipping.gradients import Gradients
+from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.parts.updates import AdamBC

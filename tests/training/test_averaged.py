@@ -11,7 +11,7 @@ from fodp import ConfigurationError
 from fodp.ledger import Ledger
 from fodp.training import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint, Evaluate
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 KINDS = [dict(average="ema", average_decay=0.8), dict(average="tail", average_share=0.3), dict(average="power")]
 

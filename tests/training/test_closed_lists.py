@@ -24,7 +24,7 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.training import checkpoint
 from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 
 class Each:

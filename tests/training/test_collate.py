@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import fodp
 from fodp import DataError
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 ROWS, STEPS = 40, 4
 

@@ -13,7 +13,7 @@ import fodp
 from fodp._files import Hold
 from fodp.ledger import Ledger
 from fodp.training.callbacks import Callback, Checkpoint
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fodp
 from fodp.sampling import Fetcher
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ROWS, STEPS = 30, 3

@@ -18,7 +18,7 @@ from fodp.clipping.layout import GradientBuffer
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import CommonParams, NoState
 from fodp.methods.parts.updates import AdamBC
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 STEPS = 20
 
@@ -371,7 +371,7 @@ def test_a_wrongly_declared_reduction_would_break_the_bound_and_is_refused(monke
     ten, eleven = (TensorDataset(*(c[:1].expand(n, *c.shape[1:]) for c in data.tensors)) for n in (10, 11))
     with refused("not the mean of its examples' own losses"):
         released_sum(ten, "sum", "mean")
-    monkeypatch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
+    monkeypatch.setattr("fodp.sources.coupling.Coupling.refuse", lambda *_: None)
     for declared, breaks in (("sum", False), ("mean", True)):
         sums = [released_sum(copies, "sum", declared, clip_norm=11 * norm) for copies in (ten, eleven)]
         assert ((sums[1] - sums[0]).norm() > 1.5 * 11 * norm) == breaks

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 import fodp
-from fodp.clipping.gradients import Gradients
-from fodp.training.loop import make_private
+from fodp.gradients import Gradients
+from fodp.own_loop import make_private
 
 STEPS = 6
 

@@ -26,7 +26,7 @@ from fodp.ledger.card import card, summary
 from fodp.training.callbacks import Callback, Evaluate
 from fodp.training.export import privacy_card
 from fodp.training.fitting import stated_epsilon
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 
 def plan(**changes):

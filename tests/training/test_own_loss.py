@@ -10,7 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 WEIGHT = torch.tensor([1.0, 10.0, 1.0])
 CLIP = 0.5
@@ -118,10 +118,10 @@ def test_a_weighted_mean_would_break_the_bound_and_losses_one_by_one_keep_it(mon
     assert 0.9 * CLIP < moved(by_example) <= CLIP * (1 + 1e-5)
     with refused("weights of the whole lot"):
         moved(mean)
-    monkeypatch.setattr("fodp.training.between._WITH_COUNTS", ())
+    monkeypatch.setattr("fodp.sources.between._WITH_COUNTS", ())
     with refused("mixes the examples of the lot"):
         moved(mean)
-    monkeypatch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
+    monkeypatch.setattr("fodp.sources.coupling.Coupling.refuse", lambda *_: None)
     assert moved(mean) > 3 * CLIP
 
 

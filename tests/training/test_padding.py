@@ -10,7 +10,7 @@ import fodp
 from fodp import DataError
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 
 ROWS, RATE, DEPENDS = 40, 0.2, "depends on how far other records of its lot make"
 DOORS = ["Trainer", "make_private"]

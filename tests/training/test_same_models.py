@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import fodp
-from fodp.training.loop import make_private
+from fodp.own_loop import make_private
 from models_for_tests import FAST, LAYERS, LOOPED, build, probe
 
 COUNT = 5

@@ -19,7 +19,7 @@ from fodp.ledger import Ledger
 from fodp.training import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.training.fitting import steps_within
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 
 def losses(model, batch):

@@ -16,11 +16,12 @@ from fodp import _checks
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import MakeTrainer, columns, made, plain_trainer, rehearsal
+from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.gradients import Gradients
+from fodp.gradients import Gradients
 from fodp.plan import Plan
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
-from fodp.training.trainer import Trainer
 
 # What shares of the canaries are guessed to be in and to be out; the best pair counts, and the level is split.
 SHARES = tuple((each, other) for each in (0.02, 0.05, 0.1, 0.25, 0.5) for other in (each, 0.0))
@@ -141,7 +142,7 @@ class _Spy(Callback):
                 found.append(norms)
                 return norms
 
-            Gradients(self._engine, batch).count(keep)  # asked only to be shown the norms
+            Gradients(Chunks(self._engine, batch), self._engine.layout).count(keep)  # asked only to be shown the norms
             with torch.no_grad():
                 losses.append(self._loss_fn(model, batch).detach())
         return torch.cat(losses).double().cpu(), torch.cat(found).double().cpu()

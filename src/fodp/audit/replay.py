@@ -14,9 +14,9 @@ from fodp.audit.report import Finding, Progress, Refused, refused, silent
 from fodp.audit.subject import Canvas, MakeTrainer, columns, in_short, made, painted, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
-from fodp.clipping.gradients import FLOAT_TOLERANCE
+from fodp.gradients import FLOAT_TOLERANCE
 from fodp.plan import Plan
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 ROWS = 24
 STEPS = 10  # a window of 8 releases is full by then, and a rate rule has heard some

@@ -16,7 +16,7 @@ from fodp.clipping.engine import LossFunction
 from fodp.noise import keyed_from
 from fodp.plan import Plan
 from fodp.repeats import EQUAL_ROWS
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
 """(model, loss_fn, dataset, plan) to a fresh trainer: the pipeline under audit. For a plan whose unit is a person it is
@@ -117,7 +117,7 @@ def painted(make: MakeTrainer, canvas: "Canvas", records: int | Tensor, plan: Pl
     if plan.unit == "person":
         numbers = numbers.repeat_interleave(2)
     trainer = made(make, canvas, Canvas.losses, TensorDataset(numbers), plan, seed, numbers.tolist())
-    trainer.run.set_augmentation_aside()
+    trainer.source.set_augmentation_aside()
     return trainer
 
 

@@ -16,8 +16,10 @@ from fodp.plan import Plan
 from fodp.queries import Query
 from fodp.ranks import refuse_group
 from fodp.sampling import Lot
+from fodp.session import Session
+from fodp.step import Step
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
-from fodp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,8 @@ def record(
     refuse_group("an audit")
     tape = Tape()
     last = trainer.plan.steps if steps is None else steps
-    _record_draws(trainer, tape, of, without)
+    trainer.session.steps_by(lambda session, number: TapedStep(session, number, tape, of, without))
     trainer.callbacks.append(_Watch(tape, last, watch, progress))
-
-    add_noise = trainer.run.add_noise
-
-    def noise_site(query: Query, std: float, *rest: Any) -> Tensor:
-        result = add_noise(query, std, *rest)
-        if of is not None and len(tape.releases) < len(of.releases):
-            result = of.releases[len(tape.releases)].result.clone()
-        assert isinstance(query.lot, Lot)
-        released = Released(
-            trainer.run.step, query.lot, query.value.clone(), float(query.bound), float(std), result.clone()
-        )
-        tape.releases.append(released)
-        return result
-
-    trainer.run.add_noise = noise_site
     with stepping():
         trainer.fit()
     if trainer.step < last:
@@ -91,36 +78,47 @@ def record(
     return tape
 
 
-def _record_draws(trainer: Trainer, tape: Tape, of: Tape | None, without: int) -> None:
-    run = trainer.run
-    draw, uniform = run.draw, run.uniform
-    last: list[Lot] = []
+class TapedStep(Step):
+    """A step that is recorded on a tape, and replays what another one holds."""
 
-    def taped_draw(rate: float | None = None, name: str = "") -> Lot:
-        lot = draw(rate, name)
+    def __init__(self, session: Session, number: int, tape: Tape, of: Tape | None, without: int):
+        super().__init__(session, number)
+        self._tape, self._of, self._without = tape, of, without
+
+    def draw(self, rate: float | None = None, name: str = "") -> Lot:
+        """The lot of this step; in a replay that of the tape, without the missing record."""
+        lot, of, without = super().draw(rate, name), self._of, self._without
         # What is drawn for people is a function of their names: one less must change nothing, and nothing is exchanged.
-        if of is not None and lot.owners is None and (run.step, lot.name) in of.lots:
-            drawn = of.lots[run.step, lot.name].indices
+        if of is not None and lot.owners is None and (self.number, lot.name) in of.lots:
+            drawn = of.lots[self.number, lot.name].indices
             others = drawn[drawn != without]
-            # The run knows this very lot, so its records are exchanged in place. They keep their numbers, under which
+            # The step knows this very lot, so its records are exchanged in place. They keep their numbers, under which
             # they draw: who comes after the missing one has another place in the data, and is the same record.
             object.__setattr__(lot, "indices", others - (others > without).long())
             object.__setattr__(lot, "names", others)
-        tape.lots[run.step, lot.name] = lot
-        last[:] = [lot]
+        self._tape.lots[self.number, lot.name] = lot
         return lot
 
-    def taped_uniform(count: int, name: str) -> Tensor:
-        if of is None or (run.step, name) not in of.uniforms:
-            numbers = uniform(count, name)
-            if last:
-                tape.uniforms[run.step, name] = (numbers, last[0])
+    def uniform(self, count: int, name: str) -> Tensor:
+        """The numbers of this step; in a replay those of the tape, without the missing record's."""
+        if self._of is None or (self.number, name) not in self._of.uniforms:
+            numbers = super().uniform(count, name)
+            if self.lots:
+                self._tape.uniforms[self.number, name] = (numbers, self.lots[-1])
             return numbers
-        numbers, lot = of.uniforms[run.step, name]
+        numbers, lot = self._of.uniforms[self.number, name]
         drawn = lot.indices if lot.owners is None else lot.owners.unique_consecutive()
-        return numbers if len(numbers) == count else numbers[drawn != without]
+        return numbers if len(numbers) == count else numbers[drawn != self._without]
 
-    run.draw, run.uniform = taped_draw, taped_uniform  # type: ignore[method-assign]
+    def noised(self, query: Query, std: float, name: str) -> Tensor:
+        """The query with its noise; in a replay what was released on the tape."""
+        result, releases = super().noised(query, std, name), self._tape.releases
+        if self._of is not None and len(releases) < len(self._of.releases):
+            result = self._of.releases[len(releases)].result.clone()
+        assert isinstance(query.lot, Lot)
+        value = query.value.clone()
+        releases.append(Released(self.number, query.lot, value, float(query.bound), float(std), result.clone()))
+        return result
 
 
 class _Watch(Callback):
@@ -134,8 +132,8 @@ class _Watch(Callback):
         if self._watch:
             self._tape.seen.append(
                 {
-                    "parameters": trainer.run.parameters().clone(),
-                    "state": trainer.run.state_dict(),
+                    "parameters": trainer.session.parameters().clone(),
+                    "state": trainer.session.state_dict(),
                     "optimizer": _copied(trainer.optimizer.state_dict()),
                 }
             )

@@ -31,8 +31,8 @@ def _run(config: str, plan: dict[str, Any], part: tuple[float, str] | None) -> d
 
     from fodp.data.models import build, loss_for
     from fodp.plan import Plan
+    from fodp.trainer import Trainer
     from fodp.training.scores import accuracy
-    from fodp.training.trainer import Trainer
     from fodp.tuning.sealed import finite
 
     torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def _charge(
     splits: "Splits",
 ) -> None:
     """The whole price, before the first run. What is in the ledger already is not charged again."""
-    from fodp.training.bookkeeping import fingerprint_of, open_account
+    from fodp.state.ledgers import fingerprint_of, open_account
 
     ledger = _open_ledger(options, config, folder)
     account = None

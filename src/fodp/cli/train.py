@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fodp.ledger import Ledger
     from fodp.plan import Plan
     from fodp.ranks import Alone
+    from fodp.trainer import Trainer
     from fodp.training.callbacks import Callback
     from fodp.training.folder import RunFolder
-    from fodp.training.trainer import Trainer
 
 EPILOG = """examples:
   fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5
@@ -142,10 +142,10 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     from fodp.cli.rehearsal import rehearse
     from fodp.data.models import build, loss_for, source_code
     from fodp.ranks import ALONE
-    from fodp.training.bookkeeping import seed_mark
+    from fodp.state.ledgers import seed_mark
+    from fodp.trainer import Trainer
     from fodp.training.callbacks import Checkpoint, CSVLog, Progress
     from fodp.training.scores import accuracy
-    from fodp.training.trainer import Trainer
 
     ranks = ranks or ALONE
     use_threads(options)
@@ -194,7 +194,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
         folder.write(folder.statement, trainer.statement() + "\n")
         folder.write(folder.config, json.dumps(stored, indent=1))
-    _tell_kept_noise(plan, trainer.run.size)
+    _tell_kept_noise(plan, trainer.source.layout.size)
     if ranks.is_first and not options.resume:
         _tell_odd_strength(plan, config)
     started = time.perf_counter()
@@ -343,10 +343,10 @@ def _resume(trainer: "Trainer", folder: "RunFolder", config: dict[str, Any]) -> 
     """Go on from the checkpoint; a run that broke off before it released anything may begin anew."""
     if folder.checkpoint.exists():
         trainer.resume(folder.checkpoint)
-        if trainer.run.ranks.is_first:
+        if trainer.session.processes.is_first:
             folder.tidy()
         return
-    if not trainer.run.ranks.is_first:
+    if not trainer.session.processes.is_first:
         return
     used = trainer.ledger.steps(trainer.run_id) if trainer.ledger is not None else None
     if used:

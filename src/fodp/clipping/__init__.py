@@ -2,10 +2,11 @@
 
 from fodp.clipping.advice import check, fix
 from fodp.clipping.batches import Batch
+from fodp.clipping.clipper import Clipper, clipped_sum
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.findings import Finding
-from fodp.clipping.gradients import FLOAT_TOLERANCE, Clipper, Gradients, clipped_sum
 from fodp.clipping.layers.rules import register_rule
+from fodp.gradients import FLOAT_TOLERANCE, Gradients
 
 __all__ = [
     "FLOAT_TOLERANCE",

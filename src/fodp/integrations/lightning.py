@@ -33,14 +33,13 @@ from fodp._checks import ConfigurationError  # noqa: E402
 from fodp._words import in_our_words  # noqa: E402
 from fodp.accounting import RunningEpsilon  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
+from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.private_data import refuse_private  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
-from fodp.training.beside import KeptModule  # noqa: E402
-from fodp.training.export import privacy_card  # noqa: E402
-from fodp.training.fitting import refuse_plateau, stated_epsilon  # noqa: E402
-from fodp.training.foreign import loop_state, take_up  # noqa: E402
-from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
+from fodp.sources.beside import KeptModule  # noqa: E402
+from fodp.state.published import privacy_card, stated_epsilon  # noqa: E402
+from fodp.training.fitting import refuse_plateau  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
 _FLOAT32 = 1 + 2.0**-22  # Lightning keeps float32, which must not round ε down
@@ -162,8 +161,11 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
 
     def epsilon(self) -> float:
         """The ε to publish if the run ends here: that of the whole plan for one that was stopped early."""
-        account = None if self._loader is None else self._loader._run.account
-        return stated_epsilon(self.plan, self.steps, self.plan.steps, None if account is None else account.budget)
+        return (
+            stated_epsilon(self.plan, 0, self.plan.steps, None)
+            if self._loader is None
+            else self._loader.stated_epsilon()
+        )
 
     def statement(self) -> str:
         """The guarantee of the run in plain English."""
@@ -171,8 +173,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
 
     def privacy_card(self) -> dict[str, Any]:
         """What may be published about the run's privacy if it ends here."""
-        account = None if self._loader is None else self._loader._run.account
-        return privacy_card(self.plan, self.steps, self.plan.steps, None if account is None else account.budget)
+        return privacy_card(self.plan, 0, self.plan.steps) if self._loader is None else self._loader.privacy_card()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what contradicts the plan, before any data is touched; the fit gets the plan's length."""
@@ -244,10 +245,10 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         )
         self._undo.append(self._loader.close)
         averages = {m for a in pl_module.modules() if isinstance(a, AveragedModel) for m in a.modules()}
-        self._loader._run.keep_beside = lambda: KeptModule(pl_module, frozenset(averages), self._public_state)
+        self._loader.keep_beside(lambda: KeptModule(pl_module, frozenset(averages), self._public_state))
         self._refuse_plateau(trainer)
         if self._loaded is not None:
-            take_up(self._loader, self._loaded, self.ledger)
+            self._loader.load_state_dict(self._loaded, self.ledger)
             self._loaded = None
         rank_zero_info(
             f"fodp: lots are drawn by the plan, about {self.plan.sampling_rate:.3g} of the data each; batch_size, "
@@ -315,19 +316,19 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if trainer.state.fn == "validate":
             self._refuse_private_rows("the validation data", trainer.val_dataloaders)
         if self._loader is not None:
-            self._loader._run.forget_kept()
+            self._loader.forget_kept()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse to write what the module has kept of a lot."""
         if self._loader is not None:
-            self._loader._run.refuse_kept()
+            self._loader.refuse_kept()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last lot, too, has left nothing."""
         if self._loader is not None:
-            self._loader._run.forget_kept()
+            self._loader.forget_kept()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
@@ -355,7 +356,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         """What a checkpoint keeps: the method's memory, the step, the position in the ledger, the privacy card."""
         if self._loader is None:
             return {}
-        return {"loop": loop_state(self._loader), "privacy_card": self.privacy_card()}
+        return {"loop": self._loader.state_dict(), "privacy_card": self.privacy_card()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, when the fit starts."""
@@ -398,7 +399,7 @@ class _Epochs:
         for _ in range(self._size):
             if self._loader.step >= len(self._loader):
                 return
-            yield self._loader._run.next_batch()
+            yield self._loader.next_batch()
 
 
 def _refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:

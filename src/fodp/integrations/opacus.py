@@ -24,10 +24,10 @@ from fodp import _checks, accounting  # noqa: E402
 from fodp._checks import ConfigurationError, shown  # noqa: E402
 from fodp.accounting import Event, Phase, truncate  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
+from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
-from fodp.training.bookkeeping import fingerprint_of  # noqa: E402
-from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
+from fodp.state.ledgers import fingerprint_of  # noqa: E402
 
 
 class _Charge(NamedTuple):

@@ -26,8 +26,8 @@ from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.private_data import refuse_private
+from fodp.trainer import Trainer as Private
 from fodp.training.callbacks import Callback
-from fodp.training.trainer import Trainer as Private
 
 try:
     from transformers import Trainer, TrainingArguments
@@ -213,7 +213,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.train_dataloader = None
         self.model.train()
         self._bridge.ignore_keys = ignore_keys_for_eval
-        ranks = self.private.run.ranks
+        ranks = self.private.session.processes
         with processes.by_itself(self):
             with self._bridge.listening(self.optimizer) if ranks.is_first else _Hooks():
                 result = self.private.fit()
@@ -247,7 +247,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def _finished(self, result: "training.trainer.Result") -> Any:
         """As Hugging Face's loop ends, without its numbers of loss, time and tokens."""
         assert self.private is not None
-        ranks = self.private.run.ranks
+        ranks = self.private.session.processes
         self.state.global_step = result.steps
         metrics = {"train_epsilon": result.epsilon, "train_delta": result.delta}
         if ranks.is_first:
@@ -256,7 +256,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             self._tell_what_was_found()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self._load_best_model()
-            ranks.refuse_drift(self.private.run.parameters)
+            ranks.refuse_drift(self.private.session.parameters)
         if ranks.is_first:
             self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
             self._finish_current_push()
@@ -267,7 +267,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def _tell_what_was_found(self) -> None:
         """The first process has the callbacks and the scores; the others learn where its training has ended."""
         assert self.private is not None
-        found = self.private.run.ranks.text(
+        found = self.private.session.processes.text(
             lambda: json.dumps({name: getattr(self.state, name) for name in _OF_THE_FIRST})
         )
         for name, value in json.loads(found).items():

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class ADPAdamW(DPSGD):
             for start in range(0, plan.steps, length)
         )
 
-    def step(self, run: StepContext, state: Any) -> Tensor:
+    def step(self, step: Step, state: Any) -> Tensor:
         """DP-SGD's step with the noise of this plateau."""
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std=self._noise(run.plan, run.step) * run.clip_norm)
-        return run.release(lot, clipped_sum, std)
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std=self._noise(step.plan, step.number) * step.clip_norm)
+        return step.release(clipped_sum, std)
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         return (1.0,)

@@ -8,7 +8,7 @@ of the iterates (`fodp.methods.parts`). People write them flat, as parameters th
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +26,7 @@ from fodp.methods.parts.rates import AUTO, CONSTANT, RateSchedule, accumulated
 from fodp.methods.parts.schedule import Schedule, Schedules
 from fodp.methods.parts.shapes import Shape, ShapeChoice
 from fodp.methods.parts.updates import UPDATES, AdamBC, CorrectedAdam, Sgd, Update
-
-if TYPE_CHECKING:
-    from fodp.clipping.engine import Points
-    from fodp.clipping.gradients import Gradients
-    from fodp.queries import Query
-    from fodp.sampling import Lot
+from fodp.step import Known, PublicNumbers, Step
 
 Part = TypeVar(
     "Part",
@@ -258,30 +253,6 @@ class CommonParams:
                 raise ConfigurationError(f"{name} does nothing without {needed}: set that too, or leave {name} out")
 
 
-class PublicNumbers(Protocol):
-    """What a method may know of a plan before any data is touched; `fodp.Plan` is one."""
-
-    @property
-    def sampling_rate(self) -> float:
-        """The probability q that an example takes part in a step."""
-
-    @property
-    def steps(self) -> int:
-        """How many steps the plan has."""
-
-    @property
-    def lot_size(self) -> float:
-        """The public number L by which sums are divided."""
-
-    @property
-    def clip_norm(self) -> float:
-        """C, the most one example's gradient may weigh, where it is not adapted."""
-
-    @property
-    def noise_multiplier(self) -> float:
-        """The method's one noise number, which calibration moves."""
-
-
 class State(Protocol):
     """What a method carries from step to step; made of releases and public numbers only."""
 
@@ -290,62 +261,6 @@ class State(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
-
-
-class StepContext(Protocol):
-    """What a method's step may use. Implemented by `fodp.run.Run`; an audit brings its own."""
-
-    @property
-    def plan(self) -> PublicNumbers:
-        """The public numbers of the run."""
-
-    @property
-    def step(self) -> int:
-        """Which step of the plan this is; the first is 0."""
-
-    @property
-    def clip_norm(self) -> float:
-        """C of this step: the plan's, or the adapted one."""
-
-    def draw(self, rate: float | None = None, name: str = "") -> "Lot":
-        """A fresh Poisson lot; `name` keeps the randomness of several lots of one step apart."""
-
-    @property
-    def shapes(self) -> Sequence[Sequence[int]]:
-        """The shapes of the model's trainable parameters, in their order in a flat vector."""
-
-    def gradients(self, lot: "Lot", at: "Points" = ..., blocks: Sequence[float] | None = None) -> "Gradients":
-        """The lot's per-example gradients, as questions that may be asked; `blocks` scales each parameter's part."""
-
-    def adapt_clip(self, gradients: "Gradients", query: "Query", std: float) -> float:
-        """With a quantile: releases the count of unclipped examples, and returns the noise that the query then needs.
-
-        The two share what the query alone would have cost with `std`. Without a quantile `std` comes back as it is.
-        """
-
-    def release(self, lot: "Lot", query: "Query", std: float) -> Tensor:
-        """The query plus noise, charged to the lot."""
-
-    def unclipped_fraction(self) -> float | None:
-        """The released noisy share of examples within the clip norm, where that is adapted."""
-
-    def parameters(self) -> Tensor:
-        """The model's trainable parameters as one flat vector: public, made of releases."""
-
-    def noise_variance(self) -> float:
-        """Variance per coordinate of the noise in what the optimizer gets."""
-
-    def noise_share(self, parameter: Tensor) -> float:
-        """What share of that variance the noise of a parameter has: a shape differs from one to another."""
-
-    def uniform(self, count: int, name: str) -> Tensor:
-        """Uniform numbers in [0, 1) from the run's own stream, the same in every process of a run.
-
-        One for each record of a lot: `lot.own(run.uniform(lot.count, name))`, which are those of the records here.
-        """
-
-    def public_score(self) -> float:
-        """The loss on data declared public."""
 
 
 class Method:
@@ -365,6 +280,7 @@ class Method:
     reconstruction: ClassVar[str] = ""  # what is not from the paper's own text or code, if anything
     correlates_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
+    moves_points: ClassVar[bool] = False  # True: it asks for gradients at other points than the model's own
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
     owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
@@ -428,7 +344,7 @@ class Method:
         """A fresh state for a model with `size` trainable numbers."""
         return NoState()
 
-    def step(self, run: StepContext, state: Any) -> Tensor:
+    def step(self, step: Step, state: Any) -> Tensor:
         """One step: the private sum to hand to the optimizer (which gets it divided by L)."""
         raise NotImplementedError
 
@@ -477,15 +393,15 @@ class Method:
         """The standard deviation of the noise in the sum of all that `step` returns: public numbers."""
         return accumulated(self.step_noises(plan), self.known_response(plan), np.ones(plan.steps))
 
-    def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: Any) -> None:
+    def tune(self, optimizer: torch.optim.Optimizer, session: Known, state: Any) -> None:
         """Before every update: tell the optimizer what it may know. Post-processing only."""
         if isinstance(optimizer, AdamBC):
             for group in optimizer.param_groups:
-                group["noise_variance"] = run.noise_variance()
+                group["noise_variance"] = session.noise_variance()
                 if self.parts.shape is not None:  # the noise differs from block to block
-                    group["noise_shares"] = [run.noise_share(parameter) for parameter in group["params"]]
+                    group["noise_shares"] = [session.noise_share(parameter) for parameter in group["params"]]
 
-    def accepts(self, run: StepContext, state: Any) -> bool:
+    def accepts(self, session: Known, state: Any) -> bool:
         """After the update, for methods that propose: keep it?"""
         return True
 

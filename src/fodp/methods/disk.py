@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
-from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 from fodp.methods.parts.filters import RESPONSE_LENGTH
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +48,27 @@ class DiSK(DPSGD):
     cost = "two gradients (one if γ = (1-κ)/κ)"
     advice = "The nearest relative of FO-DP-SGD with a model of how gradients move."
     correlates_noise = True
+    moves_points = True
     Params = DiSKParams
 
     def init(self, plan: PublicNumbers, size: int) -> DiSKState:
         return DiSKState()
 
-    def step(self, run: StepContext, state: DiSKState) -> Tensor:
+    def step(self, step: Step, state: DiSKState) -> Tensor:
         """Predict at the extrapolated point, correct with gain κ."""
         kappa, gamma = self.params.kappa, self.params.gamma
         c = (1 - kappa) / (kappa * gamma)
-        theta = run.parameters()
-        lot = run.draw()
+        theta = step.parameters()
+        lot = step.draw()
         if state.point is None or c == 0:
-            gradients = run.gradients(lot)
+            gradients = step.gradients(lot)
         else:
             ahead = gamma * (theta - state.point)
             at = ((c, ahead),) if math.isclose(c, 1) else ((c, ahead), (1 - c, None))
-            gradients = run.gradients(lot, at=at)
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
-        y = run.release(lot, clipped_sum, std)
+            gradients = step.gradients(lot, at=at)
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std=step.plan.noise_multiplier * step.clip_norm)
+        y = step.release(clipped_sum, std)
         estimate = y if state.estimate is None else torch.lerp(state.estimate, y, kappa)
         state.point, state.estimate, state.seen = theta, estimate.clone(), state.seen + 1
         return estimate
@@ -77,6 +79,6 @@ class DiSK(DPSGD):
         return [kappa * (1 - kappa) ** lag for lag in range(length)]
 
     def noise_gains(self, state: DiSKState) -> Sequence[float]:
-        """In all 1 at first, κ/(2-κ) in the long run."""
+        """In all 1 at first, κ/(2-κ) in the long step."""
         kappa, before = self.params.kappa, min(state.seen, RESPONSE_LENGTH) - 1
         return [*((kappa * (1 - kappa) ** lag) ** 2 for lag in range(before)), (1 - kappa) ** (2 * before)]

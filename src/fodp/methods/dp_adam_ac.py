@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import Known, PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,10 @@ class DPAdamAC(DPSGD):
         """The learning rate as it is, the clip rate on target."""
         return ControllerState(factor=1.0, clip_rate=1 - (self.params.quantile or 1.0))
 
-    def step(self, run: StepContext, state: ControllerState) -> Tensor:
+    def step(self, step: Step, state: ControllerState) -> Tensor:
         """DP-SGD's step, whose count of unclipped examples steers the learning rate too."""
-        released = super().step(run, state)
-        fraction = run.unclipped_fraction()
+        released = super().step(step, state)
+        fraction = step.unclipped_fraction()
         if fraction is not None:
             self._steer(state, 1 - fraction)
         return released
@@ -113,9 +114,9 @@ class DPAdamAC(DPSGD):
         optimizer.register_step_post_hook(_restore_rate)
         return optimizer
 
-    def tune(self, optimizer: torch.optim.Optimizer, run: StepContext, state: ControllerState) -> None:
+    def tune(self, optimizer: torch.optim.Optimizer, session: Known, state: ControllerState) -> None:
         """Tell the optimizer the controller's factor on its learning rate."""
-        super().tune(optimizer, run, state)
+        super().tune(optimizer, session, state)
         for group in optimizer.param_groups:
             group["factor"] = state.factor
 

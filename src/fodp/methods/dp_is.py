@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import PublicNumbers, Step
 
 if TYPE_CHECKING:
     from fodp.sampling import Lot
@@ -83,23 +84,23 @@ class DPIS(DPSGD):
     def init(self, plan: PublicNumbers, size: int) -> DPISState:
         return DPISState(normaliser=None, rate=plan.sampling_rate)
 
-    def step(self, run: StepContext, state: DPISState) -> Tensor:
+    def step(self, step: Step, state: DPISState) -> Tensor:
         """Refresh K̃ if it is time; candidates, rejection, release."""
-        plan, b, cap = run.plan, run.plan.lot_size, self._cap(run.plan)
-        C = float(run.clip_norm)  # the rate of the lot follows it, and lots are drawn on the host
-        if run.step % self.params.refresh == 0:
-            everyone = run.draw(rate=1.0, name="normaliser")
-            norms = run.gradients(everyone).norm_sum(C)
-            state.normaliser = float(run.release(everyone, norms, std=self.params.normaliser_noise * C))
+        plan, b, cap = step.plan, step.plan.lot_size, self._cap(step.plan)
+        C = float(step.clip_norm)  # the rate of the lot follows it, and lots are drawn on the host
+        if step.number % self.params.refresh == 0:
+            everyone = step.draw(rate=1.0, name="normaliser")
+            norms = step.gradients(everyone).norm_sum(C)
+            state.normaliser = float(step.release(norms, std=self.params.normaliser_noise * C))
         # The floor keeps q_t at or below its public cap; an adapted C may have grown since the last refresh. A run
         # that lost its first refresh to a crash has no K̃ and lives on the floor until the next.
         normaliser = max(state.normaliser or 0.0, b * C / cap)
         weight = normaliser / b
-        lot = run.draw(rate=min(cap, b * C / normaliser))
-        gradients = run.gradients(lot)
-        kept = gradients.sum(weight=self._rejection(run, lot, C, weight), bound=weight)
-        std = run.adapt_clip(gradients, kept, std=plan.noise_multiplier * weight)
-        release = run.release(lot, kept, std)
+        lot = step.draw(rate=min(cap, b * C / normaliser))
+        gradients = step.gradients(lot)
+        kept = gradients.sum(weight=self._rejection(step, lot, C, weight), bound=weight)
+        std = step.adapt_clip(gradients, kept, std=plan.noise_multiplier * weight)
+        release = step.release(kept, std)
         # The optimizer divides by L = b; this sum estimates all N = L/q examples, so it is divided by N in all.
         return release.mul_(plan.sampling_rate)
 
@@ -114,9 +115,9 @@ class DPIS(DPSGD):
     def _cap(self, plan: PublicNumbers) -> float:
         return min(1.0, plan.sampling_rate * self.params.rate_cap)
 
-    def _rejection(self, run: StepContext, lot: "Lot", C: float, weight: float) -> Callable[[Tensor], Tensor]:
+    def _rejection(self, step: Step, lot: "Lot", C: float, weight: float) -> Callable[[Tensor], Tensor]:
         """Weights (K̃/b)/‖g_i‖ of the kept, 0 of the others; each example has its own uniform number."""
-        thresholds = lot.own(run.uniform(lot.count, "keep")) * C
+        thresholds = lot.own(step.uniform(lot.count, "keep")) * C
         used = 0
 
         def weights(norms: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class DPSAM(DPSGD):
         """Of the descent query: the ascent only moves the point at which it is asked."""
         return (1.0,)
 
-    def step(self, run: StepContext, state: Any) -> Tensor:
-        std, rho = run.plan.noise_multiplier * run.clip_norm, self.params.rho
-        up = run.draw(name="ascent")
-        a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
-        lot = run.draw()
-        there = ((1.0, a.mul_(rho / (a.norm() + 1e-16))),)
-        gradients = run.gradients(lot) if rho == 0 else run.gradients(lot, at=there)
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std)
-        return run.release(lot, clipped_sum, std)
+    def step(self, step: Step, state: Any) -> Tensor:
+        std, rho = step.plan.noise_multiplier * step.clip_norm, self.params.rho
+        up = step.draw(name="ascent")
+        a = step.release(step.gradients(up).clipped_sum(step.clip_norm), std * self.params.ascent_noise)
+        lot = step.draw()
+        there = ((1.0, a.mul_(rho / (step.norm(a) + 1e-16))),)
+        gradients = step.gradients(lot) if rho == 0 else step.gradients(lot, at=there)
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std)
+        return step.release(clipped_sum, std)

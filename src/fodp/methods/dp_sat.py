@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fodp import _checks
-from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class DPSAT(DPSGD):
     summary = "Sharpness-aware ascent along the previous release; one query."
     reference = "Park, Kim, Choi & Lee, Differentially Private Sharpness-Aware Training, ICML 2023"
     advice = "Flat minima at the price of DP-SGD."
+    moves_points = True
     Params = DPSATParams
 
     def init(self, plan: PublicNumbers, size: int) -> DPSATState:
@@ -44,14 +46,14 @@ class DPSAT(DPSGD):
         """DP-SGD's: the last release only moves the point at which the next is asked."""
         return (1.0,)
 
-    def step(self, run: StepContext, state: DPSATState) -> Tensor:
+    def step(self, step: Step, state: DPSATState) -> Tensor:
         """Ascend along the last release, descend with a fresh one."""
         rho = self.params.rho
-        lot = run.draw()
-        gradients = run.gradients(lot) if state.ascent is None else run.gradients(lot, at=((1.0, state.ascent),))
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
-        release = run.release(lot, clipped_sum, std)
+        lot = step.draw()
+        gradients = step.gradients(lot) if state.ascent is None else step.gradients(lot, at=((1.0, state.ascent),))
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std=step.plan.noise_multiplier * step.clip_norm)
+        release = step.release(clipped_sum, std)
         if rho > 0:
-            state.ascent = release * (rho / (release.norm() + 1e-16))
+            state.ascent = release * (rho / (step.norm(release) + 1e-16))
         return release

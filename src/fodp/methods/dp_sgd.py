@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fodp.accounting import Event, Phase
-from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
+from fodp.methods.base import CommonParams, Method
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,9 @@ class DPSGD(Method):
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-    def step(self, run: StepContext, state: Any) -> Tensor:
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
-        return run.release(lot, clipped_sum, std)
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std=step.plan.noise_multiplier * step.clip_norm)
+        return step.release(clipped_sum, std)

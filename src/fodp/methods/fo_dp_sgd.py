@@ -12,10 +12,11 @@ from fodp.accounting import Event, Phase
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.memory.exponentials import ExponentialSumMemory
 from fodp.memory.window import WindowMemory
-from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
+from fodp.methods.base import CommonParams, Method
 from fodp.methods.parts import schedule
 from fodp.methods.parts.filters import feedback_gains, feedback_response
 from fodp.methods.parts.schedule import Schedule
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +105,20 @@ class FODPSGD(Method):
         """An empty memory, on the scale of the noise it will see."""
         return self.params.memory(noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma))
 
-    def step(self, run: StepContext, memory: WindowMemory) -> Tensor:
+    def step(self, step: Step, memory: WindowMemory) -> Tensor:
         """One turn of Algorithm 1's loop; the optimizer then takes s̃_t / L."""
-        C, sigma = run.clip_norm, run.plan.noise_multiplier
-        beta = schedule.value_at(self.params.beta, run.step)
+        C, sigma = step.clip_norm, step.plan.noise_multiplier
+        beta = schedule.value_at(self.params.beta, step.number)
 
         # βs + (1-β)u + noise is one sum: (1-β)u knows earlier releases alone, so adding it to the release of βs, whose
         # bound is βC, is post-processing, and neither the sum nor the event depends on which addition comes first.
-        lot = run.draw()  # line 3: m_i ~ Bernoulli(q)
-        gradients = run.gradients(lot)
+        lot = step.draw()  # line 3: m_i ~ Bernoulli(q)
+        gradients = step.gradients(lot)
         r = beta * gradients.clipped_sum(C)  # lines 4, 16: β·s_t, sensitivity βC
-        std = run.adapt_clip(gradients, r, std=sigma * C)  # σC; with a quantile, which the paper has not, a little more
-        fresh = run.release(lot, r, std)  # line 18: β·s_t + N(0, σ²C²)
+        std = step.adapt_clip(
+            gradients, r, std=sigma * C
+        )  # σC; with a quantile, which the paper has not, a little more
+        fresh = step.release(r, std)  # line 18: β·s_t + N(0, σ²C²)
         release = memory.mix_in_(fresh, 1 - beta)  # lines 5 to 16, 20 to 25: s̃_t = … + (1-β)·u_{t-1}, remembered
         return release  # line 19: divided by the public L, given to the optimizer
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from fodp import _checks
 from fodp.memory import ExponentialMemory
-from fodp.methods.base import PublicNumbers
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.fo_uniform import FOUniformParams
+from fodp.step import PublicNumbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.base import PublicNumbers
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
 from fodp.noise.banded import fractional_coefficients, inverse_coefficients
 from fodp.noise.coefficients import best_order, optimised_coefficients
+from fodp.step import PublicNumbers
 
 COEFFICIENTS = ("fractional", "optimised")
 MOST_BANDS = 128

@@ -5,10 +5,11 @@ from typing import Any
 
 from fodp import _checks
 from fodp.memory import UniformMemory
-from fodp.methods.base import CommonParams, PublicNumbers
+from fodp.methods.base import CommonParams
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.parts import schedule
 from fodp.methods.parts.schedule import Schedule
+from fodp.step import PublicNumbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.accounting import Event
 from fodp.noise import Streams
-from fodp.release import Gaussian, release
 from fodp.queries import Query
+from fodp.release import Gaussian, release
 
 
 class Memory(Protocol):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fodp.memory import noise_floor
-from fodp.methods.base import PublicNumbers, StepContext
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGDParams
 from fodp.methods.parts.filters import MemoryAfterRelease, mixed_response
 from fodp.methods.parts.schedule import value_at
+from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class PostFM(DPSGD):
         floor = noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma)
         return MemoryAfterRelease(value_at(self.params.beta, 0), self.params.memory(floor))
 
-    def step(self, run: StepContext, memory: MemoryAfterRelease) -> Tensor:
+    def step(self, step: Step, memory: MemoryAfterRelease) -> Tensor:
         """An ordinary DP-SGD release, then memory."""
-        memory.beta = value_at(self.params.beta, run.step)
-        return memory.mix_(super().step(run, None))
+        memory.beta = value_at(self.params.beta, step.number)
+        return memory.mix_(super().step(step, None))
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         return mixed_response(value_at(self.params.beta, 0), self.params.memory(floor=1.0))

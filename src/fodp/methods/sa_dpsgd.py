@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from fodp import _checks
-from fodp.methods.base import DataclassState, PublicNumbers, StepContext
+from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.step import Known, PublicNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +53,20 @@ class SADPSGD(DPSGD):
     def init(self, plan: PublicNumbers, size: int) -> AnnealingState:
         return AnnealingState()
 
-    def accepts(self, run: StepContext, state: AnnealingState) -> bool:
+    def accepts(self, session: Known, state: AnnealingState) -> bool:
         """Score the proposal; remember what was decided."""
-        energy = run.public_score()
-        if not self._takes(run, state, energy):
+        energy = session.public_score()
+        if not self._takes(session, state, energy):
             state.rejected += 1
             return False
         state.energy, state.accepted, state.rejected = energy, state.accepted + 1, 0
         return True
 
-    def _takes(self, run: StepContext, state: AnnealingState, energy: float) -> bool:
+    def _takes(self, session: Known, state: AnnealingState, energy: float) -> bool:
         if state.energy is None or state.rejected >= self.params.patience:
             return True
         rise = energy - state.energy
         if not rise > 0:
             return not math.isnan(rise)
         chance = math.exp(-rise * self.params.k * state.accepted)
-        return float(run.uniform(1, "accept")[0]) < chance
+        return float(session.uniform(1, "accept")[0]) < chance

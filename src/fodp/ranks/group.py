@@ -97,9 +97,7 @@ class FromFirst:
 
     def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
         """One release for all ranks."""
-        return self.group.from_first(
-            lambda: self.noise.add(query, std, step, name), lambda: query.empty(query.dtype)
-        )
+        return self.group.from_first(lambda: self.noise.add(query, std, step, name), lambda: query.empty(query.dtype))
 
     def scale(self) -> float:
         """As the first rank knows it."""

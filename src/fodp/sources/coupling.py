@@ -1,6 +1,6 @@
 """Whether the loss of a loop of one's own is the declared reduction of its examples' own losses.
 
-Of a lot that is looked at the calls between model and backward pass (`fodp.training.tape`) are run again with some rows
+Of a lot that is looked at the calls between model and backward pass (`fodp.sources.tape`) are run again with some rows
 replaced by others, and with fewer rows: what the loss says about the rows that are still there must stay what it was. A
 number of rows that the code has read as a plain number (`len(batch)`) stands still in there, so lots of two sizes are
 compared, too.

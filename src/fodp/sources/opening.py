@@ -94,9 +94,7 @@ class Opening:
         most = plan.records_per_person
         return PeopleSampler(Owners(owners, size), rate, most, self.streams, copies=copies, turns=turns)
 
-    def session(
-        self, source: Source, lots: Lots, public_score: Callable[[], float] | None = None
-    ) -> Session:
+    def session(self, source: Source, lots: Lots, public_score: Callable[[], float] | None = None) -> Session:
         """The session of this plan on this source. The first process draws the noise, under a key of its own."""
         noise_streams = None if self.streams is self._own else self._own
         return Session(

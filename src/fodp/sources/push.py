@@ -121,7 +121,9 @@ class Push:
     def refuse_wrong_loss(self) -> None:
         """The loss is the owner's, and is looked at when it is computed."""
 
-    def hand_out(self, lot: Lot, rule: ClipRule, bound: float, exact: bool, gradients: Callable[[Lot], Gradients]) -> Any:
+    def hand_out(
+        self, lot: Lot, rule: ClipRule, bound: float, exact: bool, gradients: Callable[[Lot], Gradients]
+    ) -> Any:
         """The batch of a lot; or its parts, each of which is clipped by the rule and summed when its pass is over."""
         if self._microbatch is None:
             return self._hand_out(lot, lot, torch.arange(len(lot.indices)))

@@ -23,12 +23,12 @@ from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
 from fodp.gradients import HERE, Points
 from fodp.sampling import Lot
-from fodp.training.bad_records import explain_rows
 from fodp.sources.beside import Beside
 from fodp.sources.between import Between
 from fodp.sources.coupling import Coupling, each_its_own
 from fodp.sources.padding import Padded
 from fodp.sources.tape import Tape
+from fodp.training.bad_records import explain_rows
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
 _COMPARED = 4

@@ -20,13 +20,13 @@ from fodp._checks import ConfigurationError, PrivacyError
 from fodp._extras import need
 from fodp._files import give_room_back, give_spare_back, refuse_unwritable
 from fodp.ledger.store import whole_minutes
-from fodp.training.checkpoint import make_room_for_all
+from fodp.state.checkpoint import make_room_for_all
 from fodp.training.export import write_weights
 from fodp.training.folder import write_atomically
 from fodp.training.scores import accuracy, refuse_unfit
 
 if TYPE_CHECKING:
-    from fodp.training.trainer import Trainer
+    from fodp.trainer import Trainer
 
 
 Metric = Callable[[nn.Module, Any], Mapping[str, float]]
@@ -362,7 +362,7 @@ class Checkpoint(Callback):
         if trainer.step == 0:
             self._save(trainer)
         if self.path.exists():
-            make_room_for_all(trainer, self.path)
+            make_room_for_all(self.path, trainer.session, trainer.optimizer)
 
     def on_epoch(self, trainer: "Trainer") -> None:
         """Save now and then."""

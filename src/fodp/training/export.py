@@ -14,9 +14,9 @@ from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.accounting.budget import RenyiBudget
 from fodp.ledger import Ledger
 from fodp.plan import Plan
-from fodp.training import checkpoint
+from fodp.state import checkpoint
+from fodp.state.published import privacy_card
 from fodp.training.exported import prediction_notes
-from fodp.training.fitting import stated_epsilon
 from fodp.training.folder import RunFolder
 
 

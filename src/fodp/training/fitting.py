@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import rounded_up
-from fodp.accounting.budget import RenyiBudget
 from fodp.clipping.maps import Factor, mapped_length
 from fodp.methods import Method
 from fodp.methods.parts.rate_rules import FollowedTranscript
@@ -53,7 +52,11 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
             "the optimizer holds parameters that are not this model's: build it on model.parameters()"
         )
     if wanted - held:
-        missing = [n for n, p in zip(session.source.layout.names, session.source.layout.parameters, strict=True) if id(p) not in held]
+        missing = [
+            n
+            for n, p in zip(session.source.layout.names, session.source.layout.parameters, strict=True)
+            if id(p) not in held
+        ]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
 

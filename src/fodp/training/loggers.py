@@ -9,7 +9,7 @@ from fodp.ledger.store import whole_minutes
 from fodp.training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from fodp.training.trainer import Trainer
+    from fodp.trainer import Trainer
 
 
 def _public_numbers(trainer: "Trainer") -> dict[str, Any]:

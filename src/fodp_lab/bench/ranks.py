@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fodp.run import Run
 from torch import Tensor, nn
 
 from fodp import Plan
 from fodp._checks import PrivacyError
-from fodp.run import Run
 from fodp_lab.bench.workloads import WORKLOADS
 
 MOST_RANKS = 3

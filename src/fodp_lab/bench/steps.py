@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from fodp.data.models import cross_entropy
 from fodp.plan import Plan
-from fodp.training.trainer import Trainer
+from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
 from fodp_lab.bench.workloads import Workload
 
@@ -43,7 +43,7 @@ def private(
 ) -> tuple[Step, int]:
     """A step of the trainer, with everything that belongs to it; on another device the data is there too."""
     trainer = _trainer(workload, method, seed, params, device)
-    return trainer._one_step, size_of(trainer.model)
+    return trainer.take_step, size_of(trainer.model)
 
 
 def unkeyed(workload: Workload) -> tuple[Step, int]:
@@ -52,7 +52,7 @@ def unkeyed(workload: Workload) -> tuple[Step, int]:
     run = trainer.run
     run._batch = lambda lot: run._fetcher.fetch(lot.indices)  # type: ignore[method-assign]
     run._looks_again = lambda: False  # type: ignore[method-assign]
-    return trainer._one_step, size_of(trainer.model)
+    return trainer.take_step, size_of(trainer.model)
 
 
 def _moved(model: nn.Module, device: str) -> nn.Module:

@@ -12,8 +12,8 @@ from fodp.data.models import cross_entropy
 from fodp.ledger import Ledger
 from fodp.noise import Streams
 from fodp.plan import Plan
-from fodp.training.bookkeeping import open_account
-from fodp.training.trainer import Trainer
+from fodp.state.ledgers import open_account
+from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
 from fodp_lab.bench.workloads import WORKLOADS
 
@@ -58,7 +58,7 @@ def trainer_with(
     if ledger is not None:
         trainer._account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
     if noise is not None:
-        trainer.run.streams = trainer.run._sampler._streams = noise  # type: ignore[assignment]
+        trainer.session.streams = trainer.run._sampler._streams = noise  # type: ignore[assignment]
     return trainer
 
 
@@ -94,9 +94,9 @@ def share_of_writing(trainer: Trainer, seconds: float) -> float:
         return covered
 
     for _ in range(4):
-        trainer._one_step()
+        trainer.take_step()
     account.covers = timed  # type: ignore[method-assign]
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
-        trainer._one_step()
+        trainer.take_step()
     return writing / (time.perf_counter() - started)

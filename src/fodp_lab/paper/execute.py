@@ -14,9 +14,9 @@ from fodp.data import Splits
 from fodp.data.models import cross_entropy
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
-from fodp.training.trainer import Trainer
 from fodp_lab.paper import models
 from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec

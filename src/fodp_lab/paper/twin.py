@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fodp.memory.window import WindowMemory
 from fodp.methods import register
-from fodp.methods.base import StepContext
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.parts.schedule import value_at
+from fodp.step import Step
 
 
 @register
@@ -20,14 +20,14 @@ class Twin(FODPSGD):
     name = "fo-twin"
     summary = "DP-SGD at σ/β with FO-DP-SGD's memory as a feedback filter: its exact twin."
 
-    def step(self, run: StepContext, memory: WindowMemory) -> Tensor:
+    def step(self, step: Step, memory: WindowMemory) -> Tensor:
         """Release first, then remember."""
-        C, sigma = run.clip_norm, run.plan.noise_multiplier
-        beta = value_at(self.params.beta, run.step)
-        lot = run.draw()
-        gradients = run.gradients(lot)
+        C, sigma = step.clip_norm, step.plan.noise_multiplier
+        beta = value_at(self.params.beta, step.number)
+        lot = step.draw()
+        gradients = step.gradients(lot)
         clipped_sum = gradients.clipped_sum(C)
-        release = run.release(lot, clipped_sum, run.adapt_clip(gradients, clipped_sum, std=sigma * C / beta))
+        release = step.release(clipped_sum, step.adapt_clip(gradients, clipped_sum, std=sigma * C / beta))
         u = memory.read()
         output = beta * release if u is None else beta * release + (1 - beta) * u
         memory.write(output)
