@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from fodp.run import Run
 from fodp.testing import (
     ODD,
     SIZE,
@@ -43,7 +42,7 @@ def trajectory(training: Trainer, steps: int | None = None) -> Tensor:
     """The parameters after each step. Never asks for ε, so that it also serves with next to no noise."""
     points = []
     for _ in range(training.plan.steps if steps is None else steps):
-        training._one_step()
+        training.take_step()
         points.append(flat(training.model))
     return torch.stack(points)
 

@@ -35,9 +35,9 @@ from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
 from fodp.private_data import PrivateData
 from fodp.queries import Query
-from fodp.run import Run
 from fodp.sampling import Fetcher, Lot
 from fodp.trainer import Trainer
+from sessions_for_tests import session
 
 BETA = 0.5  # of the mutants of FO-DP-SGD
 SEED = 0
@@ -136,7 +136,7 @@ class PartialNoise(Streams):
 def with_streams(streams: Callable[[nn.Module, fodp.Plan], Streams]) -> MakeTrainer:
     def make(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Plan) -> Trainer:
         trainer = plain_trainer(model, loss_fn, dataset, the_plan)
-        trainer.run = Run(model, loss_fn, dataset, the_plan, streams=streams(model, the_plan))
+        trainer.run = session(model, loss_fn, dataset, the_plan, streams=streams(model, the_plan))
         return trainer
 
     return make

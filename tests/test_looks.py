@@ -13,6 +13,7 @@ import fodp.sampling
 import fodp.sources.recorder
 from fodp._looks import Looks, is_rare
 from fodp.sampling import Lot, PoissonSampler
+from sessions_for_tests import session
 
 ROWS = 24
 GENERATOR = torch.Generator().manual_seed(0)
@@ -91,7 +92,7 @@ def run_of(site, current, **options):
         options["augment"] = lambda batch: batch
     if site == "the loop":
         options["engine"] = "loop"
-    run = current["run"] = fodp.Run(network(), losses, data, plan(), **options)
+    run = current["run"] = session(network(), losses, data, plan(), **options)
     return run
 
 
@@ -188,7 +189,7 @@ def test_an_augmentation_that_mixes_from_the_second_step_on_is_refused():
     def later(batch):
         return (batch[0] - batch[0].mean(0) if run.step else batch[0]), batch[1]
 
-    run = fodp.Run(network(), losses, DATA, plan(), augment=later, microbatch=3)
+    run = session(network(), losses, DATA, plan(), augment=later, microbatch=3)
     run.take_step()
     with pytest.raises(fodp.PrivacyError, match="augment makes other rows of a record alone than in its lot"):
         run.take_step()
@@ -203,7 +204,7 @@ def test_a_data_set_that_remembers_from_the_second_step_on_is_refused():
             self.count += run.step > 0
             return DATA[0][index] + 1e-6 * self.count, DATA[1][index]
 
-    run = fodp.Run(network(), losses, Counting(), plan(), microbatch=3)
+    run = session(network(), losses, Counting(), plan(), microbatch=3)
     run.take_step()
     with pytest.raises(fodp.DataError, match="remembers what it has read"):
         run.take_step()
@@ -223,7 +224,7 @@ def test_a_collate_function_that_remembers_is_refused(start):
         return x / mean, y
 
     run = None
-    run = fodp.Run(network(), losses, Records(), plan(), collate_fn=normalised)
+    run = session(network(), losses, Records(), plan(), collate_fn=normalised)
     for _ in range(start):
         run.take_step()
     with pytest.raises(fodp.DataError, match="collate_fn made another batch of one record"):
@@ -240,7 +241,7 @@ def test_an_augmentation_that_remembers_slowly_is_refused():
         return batch[0] / mean, batch[1]
 
     with pytest.raises(fodp.PrivacyError, match="augment made different rows of one record"):
-        fodp.Run(network(), losses, DATA, plan(), augment=normalised).take_step()
+        session(network(), losses, DATA, plan(), augment=normalised).take_step()
 
 
 def test_looks_without_steps_go_by_calls():

@@ -28,6 +28,7 @@ from people_for_tests import (
     records,
     without,
 )
+from sessions_for_tests import session
 
 ALLOWED = CLIP * (1 + 1e-4)  # rounding of whole sums
 
@@ -35,7 +36,7 @@ ALLOWED = CLIP * (1 + 1e-4)  # rounding of whole sums
 def run_of(model=None, data=None, owners=OWNERS, plan=None, loss_fn=losses, **options):
     model = network() if model is None else copy.deepcopy(model)
     with keyed_from(bytes(32)):
-        return fodp.Run(
+        return session(
             model, loss_fn, records() if data is None else data, plan or people_plan(), owners=owners, **options
         )
 
@@ -302,7 +303,7 @@ def test_every_method_trains_on_people_and_resumes_bit_for_bit(method, tmp_path)
     first.save(tmp_path / "half.pt")
     second.resume(tmp_path / "half.pt")
     second.fit()
-    assert torch.equal(whole.run.parameters(), second.run.parameters())
+    assert torch.equal(whole.session.parameters(), second.session.parameters())
 
 
 def test_ascent_is_taken_by_person():

@@ -18,6 +18,7 @@ from fodp.methods.base import CommonParams
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.sampling import Fetcher
+from sessions_for_tests import session
 
 
 def problem(size: int = 60, seed: int = 0):
@@ -37,7 +38,7 @@ def plan(**changes):
 
 
 def train(model, data, the_plan, **options):
-    run = fodp.Run(model, losses, data, the_plan, **options)
+    run = session(model, losses, data, the_plan, **options)
     optimizer = the_plan.algorithm.optimizer(model.parameters())
     buffer = GradientBuffer(run.engine.layout)
     releases = []
@@ -69,7 +70,7 @@ def test_a_secure_run_never_repeats():
 def test_streams_of_another_seed_than_the_plan_states_are_refused(seed, streams):
     model, data = problem()
     with pytest.raises(fodp.PrivacyError, match="the plan states"):
-        fodp.Run(model, losses, data, plan(seed=seed), streams=streams)
+        session(model, losses, data, plan(seed=seed), streams=streams)
 
 
 def test_streams_of_the_plans_own_seed_are_taken():
@@ -132,7 +133,7 @@ def test_an_empty_lot_is_a_noise_only_step():
 def test_an_empty_lot_counts_as_a_step():
     model, data = problem(size=2)
     the_plan = plan(sampling_rate=1e-6, steps=2)
-    run = fodp.Run(model, losses, data, the_plan)
+    run = session(model, losses, data, the_plan)
     run.take_step()
     run.take_step()
     with pytest.raises(fodp.PrivacyError, match="2 steps are done"):
@@ -141,7 +142,7 @@ def test_an_empty_lot_counts_as_a_step():
 
 def test_releases_and_gradients_are_never_aliased():
     model, data = problem()
-    run = fodp.Run(model, losses, data, plan())
+    run = session(model, losses, data, plan())
     first = run.take_step()
     GradientBuffer(run.engine.layout).set(first, 12)
     before = run.state.read().clone()
@@ -231,7 +232,7 @@ def careless():
     ],
 )
 def test_a_step_that_breaks_its_promise_is_refused(mistake):
-    run = fodp.Run(*_model_loss_data(), plan(method="careless", params=dict(mistake=mistake)))
+    run = session(*_model_loss_data(), plan(method="careless", params=dict(mistake=mistake)))
     with pytest.raises(fodp.PrivacyError):
         run.take_step()
 
@@ -241,13 +242,13 @@ def test_a_step_that_breaks_its_promise_is_refused(mistake):
 def test_a_query_of_bound_zero_costs_nothing():
     query = 0 * Query(torch.ones(3), 1.0)
     assert query.noise_multiplier(2.0) == math.inf
-    run = fodp.Run(*_model_loss_data(), plan(method="careless", params=dict(mistake="a query of bound zero beside it")))
+    run = session(*_model_loss_data(), plan(method="careless", params=dict(mistake="a query of bound zero beside it")))
     run.take_step()  # emits what it promised, no more
 
 
 @pytest.mark.usefixtures("careless")
 def test_a_method_from_outside_works_and_its_name_is_taken_once():
-    run = fodp.Run(*_model_loss_data(), plan(method="careless"))
+    run = session(*_model_loss_data(), plan(method="careless"))
     assert run.take_step().shape == (run.engine.layout.size,)
     with pytest.raises(fodp.PrivacyError, match="in the table already"):
         register(Careless)
@@ -260,7 +261,7 @@ def _model_loss_data():
 
 
 def test_a_lot_of_an_earlier_step_is_refused():
-    run = fodp.Run(*_model_loss_data(), plan())
+    run = session(*_model_loss_data(), plan())
     lot = run.draw()
     run.take_step()
     with pytest.raises(fodp.PrivacyError, match="not drawn in this step"):
@@ -296,13 +297,13 @@ def test_any_map_style_data_set_gives_the_same_run():
 def test_an_iterable_data_set_is_refused():
     model, _ = problem()
     with pytest.raises(fodp.PrivacyError, match=r"[Ii]terable"):
-        fodp.Run(model, losses, Stream(), plan())
+        session(model, losses, Stream(), plan())
 
 
 def test_a_model_that_was_moved_gets_the_next_release():
     """`to` copies gradients as well: the tensors stay, and no longer lie where releases are written."""
     model, data = problem()
-    run = fodp.Run(model, losses, data, plan())
+    run = session(model, losses, data, plan())
     buffer = GradientBuffer(run.engine.layout)
     for divisor in (1.0, 2.0):
         release = torch.arange(run.engine.layout.size, dtype=next(model.parameters()).dtype)

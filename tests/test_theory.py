@@ -936,7 +936,7 @@ def test_scores_of_real_training_are_those_of_pure_noise(scale):
     torch.manual_seed(0)
     trainer = fodp.Trainer(models.build("mlp", splits.card), models.cross_entropy, splits.train, plan)
     trainer.fit()
-    trained, size = trainer.run.state, trainer.run.engine.layout.size
+    trained, size = trainer.session.states["method"], trainer.source.engine.layout.size
     memory = plan.algorithm.init(plan, size)
     mechanism = fodp.GaussianMechanism(
         clip_norm=1.0, noise_multiplier=1.1, beta=0.9, memory=memory, generator=torch.Generator().manual_seed(0)

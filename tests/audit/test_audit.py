@@ -177,7 +177,7 @@ def test_a_whole_audit_with_dropout_and_augmentation(secure):
     again = audit.audit(the_plan, model, losses, dataset, canaries, augmenting, attacks=["one-run"])
     assert again.findings[0].to_dict() == report.findings[-1].to_dict()
     with pytest.raises(fodp.PrivacyError, match="cannot be copied"):
-        copy.copy(next(trainer for trainer in made if trainer.plan.seed is None).run.streams)
+        copy.copy(next(trainer for trainer in made if trainer.plan.seed is None).session.streams)
 
 
 @pytest.mark.parametrize("secure", [True, False])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fodp.run import Run, _Scheduled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from fodp.audit.subject import in_short
 from fodp.methods import METHODS
 from fodp.methods.parts import schedule
 from fodp.methods.parts.averages import RunningAverage
-from fodp.run import Run, _Scheduled
 from fodp.training import fitting
 from methods_for_tests import let_rate_rules_hear_clean_sums
 from mutants_for_tests import losses, plan, problem

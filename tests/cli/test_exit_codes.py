@@ -14,7 +14,7 @@ from fodp.audit.report import Report
 from fodp.cli import methods
 from fodp.cli.main import main
 from fodp.ledger import Ledger
-from fodp.training import checkpoint
+from fodp.state import checkpoint
 from fodp.training.callbacks import Callback
 
 PAGE = Path(__file__).parents[2] / "docs" / "exit-codes.md"

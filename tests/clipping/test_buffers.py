@@ -10,9 +10,10 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.clipping.buffers import KeptBuffers
-from fodp.training import checkpoint
-from fodp.training.callbacks import Checkpoint
 from fodp.own_loop import make_private
+from fodp.state import checkpoint
+from fodp.training.callbacks import Checkpoint
+from sessions_for_tests import session
 
 
 class Statistics(nn.Module):
@@ -147,7 +148,7 @@ def test_buffers_that_stay_as_they_are_do_no_harm():
 def test_a_change_between_two_steps_is_the_owners_business():
     """A scheduled constant, a resume: only what passes over private data write is refused."""
     net = model("none")
-    run = fodp.Run(net, losses, data(), plan())
+    run = session(net, losses, data(), plan())
     run.take_step()
     net[1].kept.fill_(7.0)
     run.take_step()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import fodp
 import fodp.clipping.reach
+from sessions_for_tests import session
 
 DATA = (torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2)
 
@@ -325,7 +326,7 @@ def refusal(run):
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_a_loss_that_remembers_outside_of_the_model_is_refused(engine):
-    heard = {name: refusal(fodp.Run(network(), make(), DATA, plan(), engine=engine)) for name, make in WAYS.items()}
+    heard = {name: refusal(session(network(), make(), DATA, plan(), engine=engine)) for name, make in WAYS.items()}
     assert not {name: said for name, said in heard.items() if not re.search(REFUSED, said)}
 
 
@@ -357,7 +358,7 @@ class Counts(nn.Module):
 def test_buffers_of_a_module_that_contains_the_model_are_watched(engine):
     whole = Counts()
     with pytest.raises(fodp.PrivacyError, match="Counts, beside the model, writes into the buffer count"):
-        fodp.Run(whole.net, whole.loss, DATA, plan(), engine=engine).take_step()
+        session(whole.net, whole.loss, DATA, plan(), engine=engine).take_step()
     assert whole.count == 0
 
 
@@ -367,13 +368,13 @@ def test_memory_that_nothing_can_see_into_is_heard_of(engine, monkeypatch):
     """As that of a library in C: only that the loss of an example moves once others have passed."""
     monkeypatch.setattr("fodp.clipping.remembered.reached", lambda *_: fodp.clipping.reach.Reached())
     with pytest.raises(fodp.PrivacyError, match="two passes over one example"):
-        fodp.Run(network(), Centres().loss, DATA, plan(), engine=engine).take_step()
+        session(network(), Centres().loss, DATA, plan(), engine=engine).take_step()
 
 
 @pytest.mark.rule(28)
 def test_a_write_that_begins_between_two_looks_is_refused_in_its_step():
     kept = Field()
-    run = fodp.Run(network(), lambda m, b: kept.loss(m, b) if run.step == 2 else own(m, b), DATA, plan())
+    run = session(network(), lambda m, b: kept.loss(m, b) if run.step == 2 else own(m, b), DATA, plan())
     run.take_step()
     run.take_step()
     with pytest.raises(fodp.PrivacyError, match=r"writes into kept\.parts"):
@@ -383,7 +384,7 @@ def test_a_write_that_begins_between_two_looks_is_refused_in_its_step():
 @pytest.mark.rule(28)
 def test_an_attribute_that_begins_to_move_between_two_looks_is_looked_at_in_the_next_step():
     kept = Centres()
-    run = fodp.Run(network(), lambda m, b: kept.loss(m, b) if run.step >= 3 else own(m, b), DATA, plan(steps=9))
+    run = session(network(), lambda m, b: kept.loss(m, b) if run.step >= 3 else own(m, b), DATA, plan(steps=9))
     for _ in range(4):
         run.take_step()
     with pytest.raises(fodp.PrivacyError, match=REFUSED):
@@ -432,7 +433,7 @@ def test_who_only_writes_is_not_refused(make, engine):
 @pytest.mark.rule(28)
 def test_a_log_stays_as_it_was_written():
     logs = Logs()
-    run = fodp.Run(network(), logs.loss, DATA, plan())
+    run = session(network(), logs.loss, DATA, plan())
     for _ in range(3):
         run.take_step()
     assert len(logs.history) == logs.calls
@@ -442,7 +443,7 @@ def test_a_log_stays_as_it_was_written():
 @pytest.mark.rule(28)
 def test_what_moves_between_steps_is_the_owners_business():
     kept = Field()
-    run = fodp.Run(network(), lambda m, b: own(m, b) / kept.parts[0], DATA, plan())
+    run = session(network(), lambda m, b: own(m, b) / kept.parts[0], DATA, plan())
     for step in range(3):
         kept.parts[0].fill_(1.0 + step)
         run.take_step()

@@ -15,6 +15,7 @@ from fodp.cli.main import main
 from fodp.clipping.batches import take
 from fodp.data import CARDS, ImageAugmentation, augmentation
 from fodp.data.augmentations import AUGMENTATIONS, random_crop, random_flip
+from sessions_for_tests import session
 
 SHAPE, ROWS = (2, 8, 8), 30
 
@@ -40,7 +41,7 @@ def run(pictures, flat=False, copies=3, **options):
     dataset = TensorDataset(pictures, torch.zeros(len(pictures), dtype=torch.int64))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(128, 2))
-    return fodp.Run(model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options)
+    return session(model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options)
 
 
 def by_row(a_run, step):
@@ -121,7 +122,7 @@ def test_the_fast_path_is_taken(name, monkeypatch):
         warnings.simplefilter("error")
         training = fodp.Trainer(nn.Linear(3 * 32 * 32, 2), losses, dataset, plan(steps=12), augment=counted, copies=2)
         training.fit()
-    assert training.run._augmentation._site.alone is False
+    assert training.source.augmentation._site.alone is False
     assert sum(size > 20 for size in sizes) >= 12
     assert len(sizes) < 60
 
@@ -137,7 +138,7 @@ def test_a_crop_that_draws_row_after_row_does_not_take_it():
     dataset = TensorDataset(images(), torch.zeros(ROWS, dtype=torch.int64))
     training = fodp.Trainer(nn.Sequential(nn.Flatten(), nn.Linear(128, 2)), losses, dataset, plan(), augment=together)
     training.fit()
-    assert training.run._augmentation._site.alone is True
+    assert training.source.augmentation._site.alone is True
 
 
 def test_the_card_decides_what_is_standard():

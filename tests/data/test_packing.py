@@ -9,6 +9,7 @@ import fodp
 from fodp import PrivacyError
 from fodp.data import unpack
 from models_for_tests import clipped
+from sessions_for_tests import session
 
 TOKENS = torch.tensor([[5, 6, 7, 1, 0, 0], [8, 9, 9, 9, 4, 3], [2, 2, 5, 0, 0, 0]])
 TEXTS = torch.tensor([[0, 0, 1, 1, -1, -1], [3, 3, 3, 3, 2, 2], [-1, 4, 4, -1, -1, -1]])
@@ -62,7 +63,7 @@ def test_the_sum_is_that_of_owners_clipped_one_by_one():
         sampling_rate=1.0, steps=1, lot_size=3, clip_norm=0.5, noise_multiplier=1e-9, delta=1e-5, method="dp-sgd",
         accountant="rdp", seed=0, unit="person", records_per_person=4,
     )  # fmt: skip
-    found = fodp.Run(model, loss_fn, data, plan, owners=owners).take_step()
+    found = session(model, loss_fn, data, plan, owners=owners).take_step()
     assert torch.allclose(found, clipped(torch.stack(truth), 0.5).sum(0), atol=1e-7)
 
 

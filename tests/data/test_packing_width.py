@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import fodp
 from fodp import DataError, PrivacyError
 from fodp.data import packing
+from sessions_for_tests import session
 
 TOKENS = torch.tensor([[5, 6, 7, 1, 0, 0], [8, 9, 9, 9, 4, 3]])
 TEXTS = torch.tensor([[0, 0, 1, 1, -1, -1], [3, 3, 3, 3, 2, 2]])
@@ -37,7 +38,7 @@ def released(tokens, texts, owners):
         sampling_rate=1.0, steps=1, lot_size=3, clip_norm=0.5, noise_multiplier=1e-9, delta=1e-5, method="dp-sgd",
         accountant="rdp", seed=0, unit="person", records_per_person=4,
     )  # fmt: skip
-    return fodp.Run(Reader(), loss_fn, data, plan, owners=names).take_step()
+    return session(Reader(), loss_fn, data, plan, owners=names).take_step()
 
 
 @pytest.mark.rule(33)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import fodp
 from fodp.methods import METHODS
 from fodp.noise import Streams
-from fodp.release import release
 from fodp.queries import Query
+from fodp.release import release
 from fodp.testing import data, network, plan
 from fodp.trainer import Trainer
 from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
@@ -98,10 +98,10 @@ def trainer_of(method, params, model=None, loss=there, dataset=None, **changes):
 
 def ordinary_waits(training, steps=STEPS):
     for _ in range(LOOKED_AT):
-        training._one_step()
+        training.take_step()
     with counted() as found:
         for _ in range(steps - LOOKED_AT):
-            training._one_step()
+            training.take_step()
     return found
 
 
@@ -120,7 +120,7 @@ def test_a_step_mixes_no_devices_and_waits_for_none(name, method, params, change
     allowed, _ = ALLOWED.get(name, (set(), ""))
     assert set(found) <= allowed, f"a new wait: {dict(found)}"
     assert set(found) == allowed, f"no longer waited for: leave {allowed - set(found)} out of the list"
-    if training.run.adaptive_clip is not None:
+    if training.session.adaptive_clip is not None:
         assert found["_local_scalar_dense"] == STEPS - LOOKED_AT, "the count is read once a step"
     assert weights(training).isfinite().all()
     assert all(p.device.type == NAME for p in training.model.parameters())
@@ -196,10 +196,10 @@ def test_without_noise_a_run_on_a_device_is_the_cpus(method, params):
     for training in (far, near):
         Noiseless(training.run)
         for _ in range(6):
-            training._one_step()
+            training.take_step()
     torch.testing.assert_close(weights(far), weights(near), rtol=2e-4, atol=2e-5)
-    if far.run.adaptive_clip is not None:
-        assert far.run.clip_norm == pytest.approx(near.run.clip_norm, rel=1e-5)
+    if far.session.adaptive_clip is not None:
+        assert far.session.clip_norm == pytest.approx(near.session.clip_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_without_noise_a_run_on_a_device_is_the_cpus(method, params):
 def test_a_checkpoint_goes_from_the_device_to_the_device_bit_for_bit(tmp_path, method, params):
     whole = trainer_of(method, params)
     for _ in range(4):
-        whole._one_step()
+        whole.take_step()
     whole.save(tmp_path / "run.ckpt")
     again = trainer_of(method, params)
     again.resume(tmp_path / "run.ckpt")
     for training in (whole, again):
         for _ in range(2):
-            training._one_step()
+            training.take_step()
     assert torch.equal(weights(whole), weights(again))
-    state = again.run.state_dict()
+    state = again.session.state_dict()
     assert all(t.device.type == NAME for t in tensors_of(state)), "the state is where the model is"
     held = tensors_of(again.optimizer.state_dict()["state"])
     assert {t.device.type for t in held if t.dim()} <= {NAME}
@@ -275,7 +275,7 @@ def test_layers_with_rules_of_their_own_wait_for_nothing(model):
     found = ordinary_waits(training)
     assert set(found) == (ALLOWED["buffers"][0] if model is WithBuffer else set()), dict(found)
     assert sum(found.values()) <= STEPS - LOOKED_AT, "one look for all buffers"
-    assert training.run.engine.path == "layers"
+    assert training.source.engine.path == "layers"
 
 
 def test_norms_of_repeated_tokens_are_those_of_the_cpu():
@@ -319,7 +319,7 @@ class ByHand(nn.Module):
 def test_functions_that_are_watched_wait_for_nothing_either():
     training = trainer_of("dp-sgd", {}, ByHand())
     assert not ordinary_waits(training)
-    assert training.run.engine.path == "functions"
+    assert training.source.engine.path == "functions"
 
 
 def test_a_whole_fit_with_scores_averages_and_the_loop_goes_through():
@@ -332,15 +332,15 @@ def test_a_whole_fit_with_scores_averages_and_the_loop_goes_through():
     assert 0 <= training.metrics["accuracy"] <= 1
     loop = Trainer(network(torch.float32).to(device()), there, data(dtype=torch.float32), plan("dp-sgd"), engine="loop")
     for _ in range(2):
-        loop._one_step()
-    assert loop.run.engine.path == "loop"
+        loop.take_step()
+    assert loop.source.engine.path == "loop"
 
 
 @pytest.mark.rule(11)
 def test_a_seeded_run_does_not_go_on_on_another_device(tmp_path):
     """Its noise would be another, on steps that are charged once."""
     far = trainer_of("dp-sgd", {})
-    far._one_step()
+    far.take_step()
     far.save(tmp_path / "run.ckpt")
     near = Trainer(network(torch.float32), lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
                    data(dtype=torch.float32), plan("dp-sgd"))  # fmt: skip
@@ -414,5 +414,5 @@ def test_a_model_on_the_device_that_writes_into_a_buffer_is_refused():
     training = trainer_of("dp-sgd", {}, Remembers())
     before = on_cpu(training.model.scale).clone()
     with pytest.raises(fodp.PrivacyError, match="writes into the buffer scale"):
-        training._one_step()
+        training.take_step()
     assert torch.equal(on_cpu(training.model.scale), before)

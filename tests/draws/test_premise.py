@@ -22,6 +22,7 @@ from fodp import PrivacyError
 from fodp.data import ImageAugmentation
 from fodp.noise import keyed_from
 from fodp.sampling import PoissonSampler
+from sessions_for_tests import session
 
 CLIP, ROWS, WIDTH = 1.0, 40, 6
 ALLOWED = CLIP * (1 + 1e-4)  # rounding of whole sums
@@ -100,7 +101,7 @@ def first_sum(model, loss_fn=losses, the_plan=None, **options):
 
     def run(dataset):
         with keyed_from(bytes(32)):
-            found = fodp.Run(copy.deepcopy(model), loss_fn, dataset, the_plan or plan(), **options)
+            found = session(copy.deepcopy(model), loss_fn, dataset, the_plan or plan(), **options)
             return found.take_step()
 
     return run
@@ -195,10 +196,10 @@ def test_draws_differ_by_step_record_and_key(pair):
     model = network(nn.Dropout(0.5))
     first = first_sum(model)(data())
     with keyed_from(bytes(range(32))):
-        other = fodp.Run(copy.deepcopy(model), losses, data(), plan()).take_step()
+        other = session(copy.deepcopy(model), losses, data(), plan()).take_step()
     assert not torch.allclose(first, other, atol=1e-3)
     with keyed_from(bytes(32)):
-        run = fodp.Run(copy.deepcopy(model), losses, data(), plan())
+        run = session(copy.deepcopy(model), losses, data(), plan())
         steps = [run.take_step() for _ in range(2)]
     assert torch.allclose(steps[0], first, atol=1e-4)
     assert not torch.allclose(steps[1], first, atol=1e-3)
@@ -241,7 +242,7 @@ def test_a_generator_of_ones_own_is_refused():
         return losses(model, (batch[0] * own.random(), batch[1]))
 
     with pytest.raises(PrivacyError, match="draws from a generator of its own"):
-        fodp.Run(network(), noisy, data(), plan()).take_step()
+        session(network(), noisy, data(), plan()).take_step()
 
 
 @pytest.mark.rule(18)
@@ -290,7 +291,7 @@ def test_parts_that_are_checkpointed_from_a_later_step_on_repeat_their_draws(pai
     model, sums = network(Part()), []
     for kept in (True, False):
         with keyed_from(bytes(32)):
-            run = fodp.Run(copy.deepcopy(model), losses, data(), plan(steps=50))
+            run = session(copy.deepcopy(model), losses, data(), plan(steps=50))
             for _ in range(40):
                 run.take_step()
             run.engine.model[2].kept = kept
@@ -381,14 +382,14 @@ class OwnGenerators:
 def test_a_data_set_with_a_generator_of_its_own_is_refused(kind):
     own = OwnGenerators()
     with pytest.raises(PrivacyError, match="the data set draws from a generator of its own"):
-        fodp.Run(network(), losses, Noisy(data(), lambda: own.draw(kind)), plan()).take_step()
+        session(network(), losses, Noisy(data(), lambda: own.draw(kind)), plan()).take_step()
 
 
 @pytest.mark.rule(18)
 @pytest.mark.parametrize("kind", ["numpy", "python", "count"])
 def test_an_augmentation_with_a_generator_of_its_own_is_refused(kind):
     own = OwnGenerators()
-    run = fodp.Run(network(), losses, data(), plan(), augment=lambda batch: (batch[0] + own.draw(kind), batch[1]))
+    run = session(network(), losses, data(), plan(), augment=lambda batch: (batch[0] + own.draw(kind), batch[1]))
     with pytest.raises(PrivacyError, match="it draws from a generator of its own"):
         run.take_step()
 
@@ -430,7 +431,7 @@ def test_what_a_backward_pass_draws_does_not_depend_on_the_lot(draw, engine, pai
 def test_a_backward_pass_with_a_generator_of_its_own_is_refused():
     own = np.random.default_rng(0)
     with pytest.raises(PrivacyError, match="two losses or gradients"):
-        fodp.Run(network(DrawsBackwards(lambda g: own.random())), losses, data(), plan()).take_step()
+        session(network(DrawsBackwards(lambda g: own.random())), losses, data(), plan()).take_step()
 
 
 # --- 2: precision --------------------------------------------------------------------------------------------
@@ -498,8 +499,8 @@ def test_autocast_around_everything_does_not_keep_old_weights(method):
             )
             trainer.optimizer.param_groups[0]["lr"] = 5.0
             for _ in range(6):
-                trainer._one_step()
-        sums.append(trainer.run.parameters())
+                trainer.take_step()
+        sums.append(trainer.session.parameters())
     assert (sums[0] - sums[1]).norm() < 0.05 * (
         sums[0] - torch.cat([p.flatten() for p in network().parameters()])
     ).norm()
@@ -598,7 +599,7 @@ def test_losses_that_keep_examples_apart_do_not(seed):
     model = nn.Sequential(
         nn.Linear(WIDTH, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
     )
-    run = fodp.Run(model, losses, data(), plan(steps=300, noise_multiplier=1.0, seed=seed))
+    run = session(model, losses, data(), plan(steps=300, noise_multiplier=1.0, seed=seed))
     for _ in range(300):
         run.take_step()
     assert not run.engine._loop
@@ -612,7 +613,7 @@ def test_mixing_that_begins_later_ends_the_run():
     def later(model, batch):
         return centred(model, batch) if calls["mix"] else losses(model, batch)
 
-    run = fodp.Run(network(), later, data(), plan(steps=5000, noise_multiplier=1.0))
+    run = session(network(), later, data(), plan(steps=5000, noise_multiplier=1.0))
     steps = [s for s in range(3, 5000) if fodp.Run._looks_again(_Step(s))]
     assert 5 < len(steps) < 60
     for _ in range(3):
@@ -642,7 +643,7 @@ def ten_views(batch):
 @pytest.mark.parametrize("augment", [two_views, ten_views, lambda batch: (batch[0][:-1], batch[1][:-1])])
 def test_rows_that_augment_adds_or_drops_are_refused(augment):
     with pytest.raises(PrivacyError, match="as many rows as it was given") as said:
-        fodp.Run(network(), losses, data(), plan(), augment=augment).take_step()
+        session(network(), losses, data(), plan(), augment=augment).take_step()
     assert not any(character.isdigit() for character in str(said.value).replace("copies=K", ""))
 
 
@@ -678,7 +679,7 @@ class Remembering(nn.Module):
 def test_a_loss_that_remembers_is_refused(wrap):
     module = Remembering()
     with pytest.raises(PrivacyError, match=r"two losses|writes into the buffer mean"):
-        fodp.Run(network(), wrap(module), data(), plan()).take_step()
+        session(network(), wrap(module), data(), plan()).take_step()
     assert module.mean == 1
 
 
@@ -698,7 +699,7 @@ class Counting(nn.Module):
 def test_a_loss_that_counts_is_refused():
     module = Counting()
     with pytest.raises(PrivacyError, match="writes into the buffer seen"):
-        fodp.Run(network(), module, data(), plan()).take_step()
+        session(network(), module, data(), plan()).take_step()
     assert module.seen == 0
 
 
@@ -706,9 +707,9 @@ def test_a_loss_that_counts_is_refused():
 def test_a_trainable_part_outside_of_the_model_is_refused():
     head = nn.Linear(2, 2)
     with pytest.raises(PrivacyError, match="not the model's"):
-        fodp.Run(network(), lambda m, b: losses(nn.Sequential(m, head), b), data(), plan()).take_step()
+        session(network(), lambda m, b: losses(nn.Sequential(m, head), b), data(), plan()).take_step()
     head.requires_grad_(False)
-    fodp.Run(network(), lambda m, b: losses(nn.Sequential(m, head), b), data(), plan()).take_step()
+    session(network(), lambda m, b: losses(nn.Sequential(m, head), b), data(), plan()).take_step()
 
 
 @pytest.mark.rule(24)
@@ -728,7 +729,7 @@ def test_buffers_come_back_when_a_step_breaks_off(engine):
     layer = Statistics()
     layer.fails_at = 1 if engine == "loop" else ROWS
     model = nn.Sequential(layer, nn.Linear(WIDTH, 2))
-    run = fodp.Run(model, losses, data(), plan(sampling_rate=1.0), engine=engine)
+    run = session(model, losses, data(), plan(sampling_rate=1.0), engine=engine)
     with pytest.raises(KeyError):
         run.take_step()
     assert torch.equal(layer.seen, torch.zeros(WIDTH))
@@ -751,7 +752,7 @@ def test_a_sum_of_nothing_is_refused(engine):
             return out.requires_grad_()
 
     with pytest.raises(PrivacyError, match="reaches no trainable parameter"):
-        fodp.Run(Cut(), losses, data(), plan(), engine=engine).take_step()
+        session(Cut(), losses, data(), plan(), engine=engine).take_step()
 
 
 @pytest.mark.rule(12)
@@ -759,6 +760,6 @@ def test_messages_do_not_tell_the_size_of_a_lot():
     sizes = set()
     for loss_fn in (lambda m, b: losses(m, b).mean(), lambda m, b: m(b[0]), lambda m, b: losses(m, b)[1:]):
         with pytest.raises(PrivacyError) as said:
-            fodp.Run(network(), loss_fn, data(), plan(sampling_rate=1.0)).take_step()
+            session(network(), loss_fn, data(), plan(sampling_rate=1.0)).take_step()
         sizes |= {word for word in str(said.value).replace("(", " ").replace(",", " ").split() if word.isdigit()}
     assert not sizes & {str(ROWS), str(ROWS - 1)}

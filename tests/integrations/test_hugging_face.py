@@ -504,4 +504,4 @@ def test_an_average_of_the_iterates_is_what_is_saved_and_left_in_the_model(tmp_p
     run.train()
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(weights(loaded.classifier), weights(run.model.classifier))
-    assert not torch.equal(run.private.run.parameters(), run.private._weights.iterate)
+    assert not torch.equal(run.private.session.parameters(), run.private._weights.iterate)

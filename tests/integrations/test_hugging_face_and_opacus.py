@@ -90,7 +90,7 @@ class TestPositionsThatAllExamplesShare:
         collate = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
         run = trainer(tmp_path, model, rows(40, kind="plain"), data_collator=collate, public=dict(steps=2))
         run.train()
-        assert run.private.run.engine.path == "functions"  # no detour over one example at a time
+        assert run.private.source.engine.path == "functions"  # no detour over one example at a time
         assert not any(map(torch.equal, model.parameters(), before.parameters()))
 
     def test_opacus_breaks_off_where_this_engine_does_not(self):

@@ -184,10 +184,10 @@ def trained(steps: int, path: Path | None = None, *, resume: Path | None = None)
     if resume is not None:
         trainer.resume(resume)
     for _ in range(steps):
-        trainer._one_step()
+        trainer.take_step()
     if path is not None:
         trainer.save(path)
-    return trainer.run.parameters()
+    return trainer.session.parameters()
 
 
 @needs_compiler

@@ -325,7 +325,7 @@ def test_plans_without_end_have_noise_to_their_end(method):
 def test_the_memory_of_exponentials_is_counted_as_it_is():
     (row,) = (contender for contender in CONTENDERS if contender.name == FO_32_FIXED)
     step, _ = steps.private(WORKLOADS["mlp"], **row.settings)
-    assert len(step.__self__.run.state.decays) == TERMS == row.rows
+    assert len(step.__self__.session.states["method"].decays) == TERMS == row.rows
 
 
 class TestOnADevice:

@@ -11,9 +11,10 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
 from fodp.ledger.fingerprint import secret_file
-from fodp.training.callbacks import Checkpoint
 from fodp.own_loop import make_private
 from fodp.trainer import Trainer
+from fodp.training.callbacks import Checkpoint
+from sessions_for_tests import session
 
 BUDGET = (3.0, 1e-5)
 
@@ -56,7 +57,7 @@ def test_what_a_repeated_seed_gives_away():
     releases = []
     for rows in (slice(None), slice(1, None)):
         torch.manual_seed(0)
-        run = fodp.Run(nn.Linear(6, 2), losses, TensorDataset(*data()[rows]), plan(sampling_rate=1.0))
+        run = session(nn.Linear(6, 2), losses, TensorDataset(*data()[rows]), plan(sampling_rate=1.0))
         releases.append(run.take_step())
     assert (releases[0] - releases[1]).norm() <= 1.0 + 1e-5  # no trace of noise of 6 in each of 14 coordinates
 

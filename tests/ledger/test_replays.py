@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.ledger import Ledger, replays
 from fodp.ledger.checking import faults
-from fodp.training.callbacks import Callback
 from fodp.own_loop import make_private
 from fodp.trainer import Trainer
+from fodp.training.callbacks import Callback
 
 STEPS, SAVED = 8, 3
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -97,7 +97,7 @@ def test_another_loss_repeats_no_noise(tmp_path):
     with pytest.raises(fodp.PrivacyError):  # nor is it later: memories have seen it
         other.fit()
     with pytest.raises(fodp.PrivacyError, match="has ended"):
-        other.run.take_step()
+        other.session.take_step()
     assert other.ledger.steps(other.run_id) == STEPS
     assert faults(other.ledger) == []
 

@@ -75,15 +75,15 @@ def trainer(params, dtype, step=None, **public):
     plan = fodp.Plan(method="fo-dp-sgd", params=params, steps=STEPS, **numbers | public)
     trainer = fodp.Trainer(model, cross_entropy, data, plan)
     if step is not None:
-        trainer.run.method = step(trainer.run.method.params)
+        trainer.session.method = step(trainer.session.method.params)
     return trainer
 
 
 def trajectory(*args, **public):
     made, points = trainer(*args, **public), []
     for _ in range(STEPS):
-        made._one_step()
-        points.append(made.run.parameters().clone())
+        made.take_step()
+        points.append(made.session.parameters().clone())
     return torch.stack(points)
 
 
@@ -110,7 +110,7 @@ def test_exact_noise_gives_the_same_run_but_for_one_rounding():
 
 @every_setting
 def test_the_memory_does_not_hold_the_vector_it_was_given(params):
-    memory = trainer(params, torch.float32).run.method.params.memory(1.0)
+    memory = trainer(params, torch.float32).session.method.params.memory(1.0)
     for number in range(5):
         given = torch.randn(100, generator=torch.Generator().manual_seed(number))
         assert memory.mix_in_(given, 0.1) is given
@@ -122,7 +122,7 @@ def test_the_memory_does_not_hold_the_vector_it_was_given(params):
 @every_setting
 def test_what_is_remembered_is_the_result_or_what_it_began_as(params):
     def memory():
-        return trainer(params, torch.float32).run.method.params.memory(1.0)
+        return trainer(params, torch.float32).session.method.params.memory(1.0)
 
     result, start, by_hand = memory(), memory(), (memory(), memory())
     generator = torch.Generator().manual_seed(0)

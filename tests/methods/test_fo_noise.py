@@ -76,7 +76,7 @@ def test_a_resumed_secure_run_goes_on_with_a_round_of_new_groups_and_keeps_no_no
     first = trainer(secure, ledger=fodp.Ledger(tmp_path / "l.db"))
     first.callbacks.append(StopAfter(4))
     first.fit()
-    assert "noise" not in first.run.state_dict()  # a reader could take it off
+    assert "noise" not in first.session.state_dict()  # a reader could take it off
     first.save(tmp_path / "c.pt")
     second = trainer(secure, ledger=fodp.Ledger(tmp_path / "l.db"))
     second.resume(tmp_path / "c.pt")
@@ -247,7 +247,7 @@ def test_several_processes_release_what_one_does(tmp_path):
     def whole(rank):
         training = trainer(the_plan)
         training.fit()
-        return flat(training.model), training.run.noise_variance()
+        return flat(training.model), training.session.noise_variance()
 
     alone = whole(0)
     for weights, variance in in_ranks(2, whole):
@@ -276,8 +276,8 @@ def test_adambc_is_told_the_variance_of_correlated_noise():
     training = trainer(plan("fo-noise", dict(bands=3, update="adambc"), noise_multiplier=2.0, sampling_rate=1e-9))
     inverse = np.linalg.inv(sum(c * np.eye(8, k=-k) for k, c in enumerate(fractional_coefficients(0.5, 3))))
     for t in range(8):
-        training.run.take_step()
-        assert training.run.noise_variance() == pytest.approx((2.0 / 12) ** 2 * np.square(inverse[t]).sum())
+        training.session.take_step()
+        assert training.session.noise_variance() == pytest.approx((2.0 / 12) ** 2 * np.square(inverse[t]).sum())
 
 
 def test_the_statement_says_what_a_lot_is():

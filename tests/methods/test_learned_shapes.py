@@ -11,11 +11,10 @@ import fodp
 import mutants_for_tests
 from fodp import ConfigurationError, audit, shaping, testing
 from fodp.audit.tape import event_faults, promised
-from fodp.gradients import Gradients
 from fodp.clipping.maps import Kronecker
+from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.queries import Query
-from fodp.run import Run
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
 
@@ -76,7 +75,7 @@ def test_a_step_is_what_it_is_by_hand(given):
             loss = losses(model, tuple(column[row : row + 1] for column in batch)).sum()
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
         before = flat(model)
-        training._one_step()
+        training.take_step()
         matrix = matrices(run)
         mapped = torch.stack(gradients) @ matrix
         total = (mapped * (0.1 / mapped.norm(dim=1).clamp(min=0.1))[:, None]).sum(0)
@@ -91,7 +90,7 @@ def test_a_step_is_what_it_is_by_hand(given):
 def maps_at(training, steps):
     found = []
     for _ in range(steps):
-        training._one_step()
+        training.take_step()
         found.append(matrices(training.run))
     return found
 
@@ -110,7 +109,7 @@ def test_kronecker_whitens_what_the_layers_are_given_and_get_back():
     one = maps_at(training, 1)[0]
     weights = training.plan.algorithm.parts.shape.weights(training.run.shapes)
     for parameter, b in zip(training.model.parameters(), weights, strict=True):
-        assert training.run.noise_share(parameter) == pytest.approx(b**2)
+        assert training.session.noise_share(parameter) == pytest.approx(b**2)
     other = TensorDataset(data(9, seed=5).tensors[0] * 100 + 3, torch.zeros(9, dtype=torch.int64))
     assert torch.equal(maps_at(trainer(plan("dp-sgd", {**KRONECKER, "shape_every": 0}), dataset=other), 1)[0], one)
     sample = (torch.randn(64, 5).double() * torch.tensor([9.0, 1, 1, 1, 1]), torch.zeros(64, dtype=torch.int64))
@@ -124,7 +123,7 @@ def test_one_side_alone_is_mapped_if_that_is_asked_for():
         trainer(plan("dp-sgd", {**KRONECKER, "shape_sides": sides})) for sides in ("both", "inputs", "outputs")
     )
     for training in (both, inputs, outputs):
-        training._one_step()
+        training.take_step()
     weights = [training.run._shape.current[0] for training in (both, inputs, outputs)]
     assert [(w.left is None, w.right is None) for w in weights] == [(False, False), (True, False), (False, True)]
     assert torch.equal(weights[0].left.gains, weights[2].left.gains)
@@ -135,10 +134,10 @@ def test_one_side_alone_is_mapped_if_that_is_asked_for():
 def test_kronecker_leaves_generators_and_the_run_s_own_engine_alone():
     training = trainer(plan("dp-sgd", KRONECKER, sampling_rate=1e-9))
     before = torch.get_rng_state()
-    training._one_step()
+    training.take_step()
     assert torch.equal(before, torch.get_rng_state())
-    assert training.run.engine.path == "unknown"
-    assert training.run.engine.rows_at_once is None
+    assert training.source.engine.path == "unknown"
+    assert training.source.engine.rows_at_once is None
 
 
 def test_transcript_finds_the_energies_of_the_blocks():
@@ -190,8 +189,8 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
 
     training = trainer(plan("dp-sgd", KRONECKER, steps=1), Mixed(), engine="loop")
     with pytest.warns(UserWarning, match="takes the shape fan-in"):
-        training._one_step()
-    assert training.run._shape.current == training.run.method.parts.shape.weights([(5, 3)])
+        training.take_step()
+    assert training.run._shape.current == training.session.method.parts.shape.weights([(5, 3)])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ def test_a_loop_of_ones_own_learns_the_same_from_its_releases(given):
 def test_records_of_no_one_form_need_a_public_sample():
     records = [(x, y) for x, y in zip(*data().tensors, strict=True)]
     with pytest.raises(ConfigurationError, match="give public_sample"):
-        trainer(plan("dp-sgd", KRONECKER), dataset=records)._one_step()
+        trainer(plan("dp-sgd", KRONECKER), dataset=records).take_step()
     sample = data(40, seed=4).tensors
     assert trajectory(trainer(plan("dp-sgd", KRONECKER), dataset=records, public_sample=sample)).isfinite().all()
 

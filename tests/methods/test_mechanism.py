@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import fodp
 from fodp.noise import Streams
-from fodp.release import release
 from fodp.queries import Query
+from fodp.release import release
 
 
 def query(value: list[float], bound: float, lot: object = None) -> Query:

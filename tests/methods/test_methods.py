@@ -30,8 +30,8 @@ from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.parts.adaptive_clip import Quantile
 from fodp.methods.parts.filters import Doppler, Fractional, Momentum
 from fodp.methods.parts.updates import Adam, AdamW, CorrectedAdam, CorrectedAdamW, Sgd
-from fodp.training.scores import accuracy
 from fodp.trainer import Trainer
+from fodp.training.scores import accuracy
 from methods_for_tests import (
     StopAfter,
     data,
@@ -47,6 +47,7 @@ from methods_for_tests import (
 from models_for_tests import clipped, gradients_by_hand
 from mutants_for_tests import registered
 from rules_for_tests import DIRECTIONS, non_private_rule
+from sessions_for_tests import session
 
 NAMES = sorted(METHODS)
 every_method = pytest.mark.parametrize("method", NAMES)
@@ -155,7 +156,7 @@ class TestImportanceSampling:
         """Releases at fixed parameters, one per step; dp-is returns q times its estimate of the sum."""
         params = {**FROZEN_NORMALISER, **changes}
         the_plan = plan("dp-is", params, steps=601, noise_multiplier=1e-12, sampling_rate=0.4, clip_norm=self.C)
-        run = fodp.Run(network(), losses, data(), the_plan)
+        run = session(network(), losses, data(), the_plan)
         run.take_step()  # releases the normaliser
         if normaliser is not None:
             run.state.normaliser = normaliser
@@ -347,9 +348,9 @@ def test_the_noise_of_adp_adamw_falls_in_plateaus():
 def test_dp_is_goes_on_without_the_normaliser_that_a_crash_lost():
     """A resume may jump over the step that refreshes it: nothing is drawn that was not promised."""
     training = trainer(plan("dp-is", dict(refresh=300), steps=4))
-    training.run.step = 2
-    training._one_step()
-    assert training.run.state.normaliser is None
+    training.session.number = 2
+    training.take_step()
+    assert training.session.states["method"].normaliser is None
     assert flat(training.model).isfinite().all()
 
 
@@ -385,7 +386,7 @@ def test_a_run_resumed_in_the_middle_goes_on_bit_for_bit(tmp_path, method, param
     second.resume(tmp_path / "c.pt")
     assert second.fit().reason == "finished"
     assert torch.equal(flat(second.model), flat(whole.model))
-    assert same(second.run.state_dict(), whole.run.state_dict())
+    assert same(second.session.state_dict(), whole.session.state_dict())
     assert same(second.optimizer.state_dict(), whole.optimizer.state_dict())
 
 
@@ -416,8 +417,8 @@ def test_the_controller_of_dp_adam_ac_multiplies_the_scheduled_rate():
     own, factor = [], []
     for _ in range(8):
         own.append(controlled.optimizer.param_groups[0]["lr"])
-        controlled._one_step()
-        factor.append(controlled.run.state.factor)
+        controlled.take_step()
+        factor.append(controlled.session.states["method"].factor)
     assert own == pytest.approx([own[0] * 0.5**t for t in range(8)])
     assert factor[-1] > 5
     assert used == pytest.approx([rate * f for rate, f in zip(own, factor, strict=True)])
@@ -426,7 +427,7 @@ def test_the_controller_of_dp_adam_ac_multiplies_the_scheduled_rate():
 @every_method
 def test_a_float64_model_gets_float64_releases_and_agrees_with_float32(method):
     wide = trainer(plan(method))
-    assert wide.run.take_step().dtype == torch.float64
+    assert wide.session.take_step().dtype == torch.float64
     # The noise of the two differs in its last digits, so the comparison is made without noise.
     quiet = plan(method, sampling_rate=1.0, noise_multiplier=1e-12)
     if method == "dp-adam-ac":
@@ -480,7 +481,7 @@ def test_the_clip_norm_moves_towards_the_quantile_with_every_method(method, star
     )
     trajectory(adapting)
     norms = gradients_by_hand(adapting.model, losses, data(800).tensors).norm(dim=1)
-    unclipped = (norms <= adapting.run.clip_norm).double().mean().item()
+    unclipped = (norms <= adapting.session.clip_norm).double().mean().item()
     assert unclipped == pytest.approx(0.5, abs=0.15)
 
 
@@ -544,11 +545,11 @@ class AdaptingByAnotherLot(DPSGD):
 )
 def test_a_step_that_does_not_adapt_the_clip_norm_as_asked_is_refused(method, says):
     with registered(method):
-        assert trainer(plan(method.name)).run.take_step().isfinite().all()  # without a quantile all are right
+        assert trainer(plan(method.name)).session.take_step().isfinite().all()  # without a quantile all are right
         adapting = trainer(plan(method.name, QUANTILE))
         before = flat(adapting.model)
         with pytest.raises(fodp.PrivacyError, match=says):
-            adapting._one_step()
+            adapting.take_step()
         assert torch.equal(flat(adapting.model), before)
 
 
@@ -591,7 +592,7 @@ def told_and_got(method, smoothing, steps=160, **more):
     training = trainer(plan(method, params, sampling_rate=1e-9, steps=steps), dataset=data(3))
     told, got = [], []
     for _ in range(steps):
-        training._one_step()
+        training.take_step()
         told.append(training.optimizer.param_groups[0]["noise_variance"])
         got.append(torch.cat([p.grad.flatten() for p in training.model.parameters()]).square().mean().item())
     return told, got
@@ -619,7 +620,7 @@ def test_adambc_is_told_the_variance_of_noise_that_changes(method, smoothing, to
 
 @pytest.mark.parametrize("smoothing", SMOOTHING, ids=str)
 def test_there_is_no_noise_before_the_first_step(smoothing):
-    assert trainer(plan("dp-sgd", smoothing)).run.noise_variance() == 0
+    assert trainer(plan("dp-sgd", smoothing)).session.noise_variance() == 0
 
 
 def test_adambc_is_told_the_share_of_each_block():
@@ -627,7 +628,7 @@ def test_adambc_is_told_the_share_of_each_block():
     training = trainer(plan("block-dp-sgd", params, sampling_rate=1e-9, steps=200), dataset=data(3))
     squares = torch.zeros(4, dtype=torch.float64)
     for _ in range(200):
-        training._one_step()
+        training.take_step()
         squares += torch.stack([p.grad.square().mean() for p in training.model.parameters()]) / 200
     (group,) = training.optimizer.param_groups
     assert group["noise_shares"] == pytest.approx([2 / 5, 1, 2 / 8, 1])
@@ -672,9 +673,9 @@ class TestAnnealing:
     def test_a_rejected_proposal_leaves_no_trace_in_the_optimizer(self, params):
         script = iter([1.0, 9.0])
         proposing = trainer(plan("sa-dpsgd", dict(k=1e9, **params)), public_score=lambda: next(script))
-        proposing._one_step()
+        proposing.take_step()
         before = copy.deepcopy((flat(proposing.model), proposing.optimizer.state_dict()))
-        proposing._one_step()
+        proposing.take_step()
         after = (flat(proposing.model), proposing.optimizer.state_dict())
         for state in (before, after):
             for group in state[1]["param_groups"]:

@@ -156,8 +156,8 @@ def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
     parameters, seen = list(training.model.parameters()), []
     for step in range(40):
         before = [p.detach().clone() for p in parameters]
-        training._one_step()
-        std = math.sqrt(float(training.run.noise_variance()))
+        training.take_step()
+        std = math.sqrt(float(training.session.noise_variance()))
         deviations = [partial(through, std * matrix) for matrix in blocks(training.run)]
         # With a quantile the update gets C/C_t of the release.
         scaled = the_plan.clip_norm / float(training.run.last_clip_norm) if "quantile" in params else 1.0
@@ -198,7 +198,7 @@ def test_where_noise_of_earlier_steps_is_carried_on_what_is_fresh_is_heard(metho
     seen = []
     for _ in range(30):
         before = [p.detach().clone() for p in training.model.parameters()]
-        training._one_step()
+        training.take_step()
         fresh, std = released[-1]
         seen.append(rule.factor(before, run.engine.layout.views(fresh), along([std] * len(before))))
         assert training.optimizer.param_groups[0]["lr"] == pytest.approx(training.learning_rate * seen[-1], rel=1e-5)

@@ -205,7 +205,7 @@ class TestSchedule:
             training = trainer(plan(method, {**params, "lr_schedule": "linear", "lr_warmup": 3}, steps=8))
             largest, rates = training.optimizer.param_groups[0]["lr"], []
             for _ in range(8):
-                training._one_step()
+                training.take_step()
                 rates.append(training.optimizer.param_groups[0]["lr"] / largest)
             expected = [(1 - t / 8) * min(1, (t + 1) / 3) for t in range(8)]
             if method != "sa-dpsgd":  # a proposal that is undone takes its rate along
@@ -253,11 +253,13 @@ def test_with_a_quantile_plain_steps_follow_the_clip_norm():
     for given, follows in ((params, True), ({**params, "lr": 0.3}, False)):
         training = trainer(plan("dp-sgd", given))
         rate, released = training.optimizer.param_groups[0]["lr"], []
-        taken = training.run.take_step
-        training.run.take_step = lambda taken=taken, released=released: released.append(taken()) or released[-1].clone()
+        taken = training.session.take_step
+        training.session.take_step = lambda taken=taken, released=released: (
+            released.append(taken()) or released[-1].clone()
+        )
         for _ in range(5):
-            used, before = training.run.clip_norm, flat(training.model)
-            training._one_step()
+            used, before = training.session.clip_norm, flat(training.model)
+            training.take_step()
             expected = rate * released[-1] / training.plan.lot_size * (training.plan.clip_norm / used if follows else 1)
             torch.testing.assert_close(before - flat(training.model), expected)
         assert used != training.plan.clip_norm

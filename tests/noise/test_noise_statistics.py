@@ -20,8 +20,8 @@ import fodp
 from fodp.ledger import Ledger
 from fodp.noise import Streams
 from fodp.noise.streams import PAIRS
-from fodp.run import Run
 from fodp.training.callbacks import Callback
+from sessions_for_tests import session
 from statistics_for_tests import ACCEPT, REJECT, correlation_p, exceedance_p, variance_p, variance_power
 
 SIZE = 100_000
@@ -168,7 +168,7 @@ def tiny_run(steps: int = 6, seed: int | None = None, **changes):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_run_releases_noise_of_the_promised_scale_and_fresh_in_each_step(exact):
-    run = Run(*tiny_run(exact_noise=exact))
+    run = session(*tiny_run(exact_noise=exact))
     releases = [run.take_step().double().numpy() for _ in range(6)]
     everything = np.concatenate(releases)
     assert variance_p(everything, STD) > REJECT
@@ -191,8 +191,8 @@ def test_a_resumed_secure_run_draws_independent_noise(tmp_path):
         model, loss, data, plan = tiny_run()
         made = fodp.Trainer(model, loss, data, plan, ledger=ledger, callbacks=[StopAfterThree()])
         seen = []
-        take_step = made.run.take_step
-        made.run.take_step = lambda: seen.append(take_step()) or seen[-1]
+        take_step = made.session.take_step
+        made.session.take_step = lambda: seen.append(take_step()) or seen[-1]
         return made, seen
 
     first, before = trainer()
@@ -210,9 +210,9 @@ def test_a_resumed_secure_run_draws_independent_noise(tmp_path):
 
 @pytest.mark.rule(11)
 def test_a_seeded_run_draws_the_same_whether_or_not_it_was_interrupted():
-    whole = Run(*tiny_run(seed=3))
+    whole = session(*tiny_run(seed=3))
     releases = [whole.take_step() for _ in range(6)]
-    cut = Run(*tiny_run(seed=3))
+    cut = session(*tiny_run(seed=3))
     cut.step = 3
     assert all(torch.equal(cut.take_step(), expected) for expected in releases[3:])
     assert correlation_p(releases[0].double().numpy(), releases[3].double().numpy()) > ACCEPT

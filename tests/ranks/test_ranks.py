@@ -30,8 +30,10 @@ VARIANTS = [
 def outcome(method, params, **options):
     training = trainer(plan(method, params, steps=4), **options)
     result = training.fit()
-    state = [v.detach().clone() for v in training.run.state_dict()["method"].values() if isinstance(v, torch.Tensor)]
-    return flat(training.model), result.epsilon, result.steps, training.run.noise_variance(), state
+    state = [
+        v.detach().clone() for v in training.session.state_dict()["method"].values() if isinstance(v, torch.Tensor)
+    ]
+    return flat(training.model), result.epsilon, result.steps, training.session.noise_variance(), state
 
 
 @pytest.mark.parametrize(("count", "variants"), [(2, VARIANTS), (3, FEW)])

@@ -88,7 +88,7 @@ def test_words_are_those_of_the_largest_table_and_the_first_come_most():
     )  # fmt: skip
     trainer = fodp.Trainer(model, losses, data, plan)
     trainer.fit()
-    factors = dict(zip(trainer.run.engine.layout.names, trainer.run._shape.current, strict=True))
+    factors = dict(zip(trainer.source.engine.layout.names, trainer.run._shape.current, strict=True))
     words = factors["words.weight"]
     assert isinstance(words, Kronecker)
     assert words.left.is_diagonal

@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp import ConfigurationError
 from fodp.ledger import Ledger
-from fodp.training import checkpoint
-from fodp.training.callbacks import Callback, Checkpoint, Evaluate
+from fodp.state import checkpoint
 from fodp.trainer import Trainer
+from fodp.training.callbacks import Callback, Checkpoint, Evaluate
 
 KINDS = [dict(average="ema", average_decay=0.8), dict(average="tail", average_share=0.3), dict(average="power")]
 

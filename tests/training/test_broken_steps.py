@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 import fodp
 from fodp.ledger import Ledger
 from fodp.noise import Streams
-from fodp.training import checkpoint
+from fodp.state import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint
 
 
@@ -124,7 +124,7 @@ def test_the_last_step_of_a_run_may_break_off_too():
     steps = itertools.count()
     count = Count()
     run = fodp.Trainer(nn.Linear(4, 2), losses, Flaky(), plan(), callbacks=[count])
-    original = run.run.method.step
+    original = run.session.method.step
 
     def step(*args):
         if next(steps) == 11:
@@ -132,7 +132,7 @@ def test_the_last_step_of_a_run_may_break_off_too():
             raise OSError("the network drive is gone")
         return original(*args)
 
-    run.run.method.step = step
+    run.session.method.step = step
     with pytest.raises(OSError, match="drive"):
         run.fit()
     assert run.fit().reason == "finished"

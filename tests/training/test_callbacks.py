@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping, Evaluate
 from fodp.training.scores import Metrics, squared_error
-from fodp.trainer import Trainer
 
 PLAN = fodp.Plan(
     sampling_rate=0.25, steps=24, lot_size=10, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, method="dp-sgd",

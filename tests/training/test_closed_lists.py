@@ -22,9 +22,9 @@ from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
-from fodp.training import checkpoint
-from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
+from fodp.state import checkpoint
 from fodp.trainer import Trainer
+from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
 
 
 class Each:
@@ -394,7 +394,6 @@ class TestMutants:
         assert faults_of(tmp_path, seeded=False, ledger=True) == [f"the private number {SIZE}"]
 
     def test_the_size_of_a_lot_in_a_checkpoint(self, tmp_path, monkeypatch):
-        from fodp.run import Run
 
         step = Run.take_step
 

@@ -115,7 +115,7 @@ def fitted(collate_fn, model=None, data=None, the_plan=None, **options):
         model, loss_fn, data or Texts(), the_plan or plan(), optimizer, collate_fn=collate_fn, **options
     )
     trainer.fit()
-    return trainer.run.parameters()
+    return trainer.session.parameters()
 
 
 def looped(collate_fn, the_plan=None, model=None, **options):
@@ -289,9 +289,9 @@ def test_a_seeded_run_with_workers_resumes_bit_for_bit(tmp_path):
     second = make(num_workers=2)
     second.resume(tmp_path / "run.pt")
     second.fit()
-    assert torch.equal(second.run.parameters(), whole.run.parameters())
+    assert torch.equal(second.session.parameters(), whole.session.parameters())
     first.fit()  # the same object goes on, too, with fresh workers
-    assert torch.equal(first.run.parameters(), whole.run.parameters())
+    assert torch.equal(first.session.parameters(), whole.session.parameters())
 
 
 class StopAfter(fodp.callbacks.Callback):

@@ -67,7 +67,7 @@ def test_the_cards_own_loader_has_the_runs_accuracy_to_the_digit(model, tmp_path
 
 def test_of_a_run_with_an_average_the_average_is_scored_and_exported():
     """Also where the folder was resumed after its end."""
-    from fodp.training import checkpoint
+    from fodp.state import checkpoint
 
     words = ("--dataset", "digits", "--method", "dp-sgd", "--model", "logistic", "--lr", "4", "--set", "average=power")
     result, _ = trained_and_exported(*words, "--set", "average_power=1")

@@ -9,7 +9,7 @@ import pytest
 import fodp
 from fodp.cli.main import main
 from fodp.cli.train import _fresh_name
-from fodp.training import checkpoint
+from fodp.state import checkpoint
 from fodp.training.callbacks import Callback
 from fodp.training.folder import RunFolder
 

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, TensorDataset
 import fodp
 from fodp._files import Hold
 from fodp.ledger import Ledger
-from fodp.training.callbacks import Callback, Checkpoint
 from fodp.own_loop import make_private
+from fodp.training.callbacks import Callback, Checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),

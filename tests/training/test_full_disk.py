@@ -19,7 +19,7 @@ import fodp
 from fodp import _files
 from fodp.cli.main import main
 from fodp.ledger import Ledger
-from fodp.training import checkpoint
+from fodp.state import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint
 
 
@@ -249,8 +249,8 @@ def test_a_checkpoint_takes_no_memory_to_speak_of(tmp_path):
     if pid == 0:
         run = make(tmp_path, width=20_000)  # 0.8 million parameters, 15 releases: 50 MB
         for _ in range(16):
-            run.run.state.write(torch.randn(run.run.engine.layout.size))
-        state = (tmp_path / "before").write_text("") or 16 * run.run.engine.layout.size * 4
+            run.session.states["method"].write(torch.randn(run.source.engine.layout.size))
+        state = (tmp_path / "before").write_text("") or 16 * run.source.engine.layout.size * 4
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = peak()
         run.save(tmp_path / "c.pt")

@@ -19,6 +19,7 @@ from fodp.methods import METHODS, Method, register
 from fodp.methods.base import CommonParams, NoState
 from fodp.methods.parts.updates import AdamBC
 from fodp.own_loop import make_private
+from sessions_for_tests import session
 
 STEPS = 20
 
@@ -116,7 +117,7 @@ def flat(model):
 def reference(kind, make_optimizer, the_plan, size=60):
     """The same run by `fodp.Run`."""
     model, data = problem(kind, size)
-    run = fodp.Run(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, the_plan)
+    run = session(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, the_plan)
     optimizer, buffer = make_optimizer(model), GradientBuffer(run.engine.layout)
     for _ in range(the_plan.steps):
         buffer.set(run.take_step(), the_plan.lot_size)
@@ -192,7 +193,7 @@ def test_the_loader_hands_out_the_plans_poisson_lots():
     _, data = problem()
     sizes = []
     for batch in loader:
-        lot = loader._run.engine.lot
+        lot = loader._loop.push.recorder.lot
         assert lot.rate == 0.2
         assert torch.equal(batch[0], data.tensors[0][lot.indices])
         sizes.append(len(batch[0]))
@@ -214,7 +215,7 @@ def test_an_empty_lot_is_a_noise_only_step(kind, reduction):
     def never(model, batch):
         raise AssertionError("no example: the loss is not asked for")
 
-    noise = fodp.Run(*problem(kind, size=3)[:1], never, data, the_plan)
+    noise = session(*problem(kind, size=3)[:1], never, data, the_plan)
     for batch in loader:
         assert len(batch[0]) == 0
         advance(model, optimizer, batch, reduction)
@@ -290,8 +291,8 @@ def test_an_optimizer_that_corrects_for_the_noise_learns_its_size():
     model, optimizer, loader = private(model, optimizer=AdamBC(model.parameters(), lr=0.01))
     for batch in itertools.islice(loader, 2):
         advance(model, optimizer, batch)
-    assert optimizer.param_groups[0]["noise_variance"] == pytest.approx(loader._run.noise_variance())
-    assert loader._run.noise_variance() > 0
+    assert optimizer.param_groups[0]["noise_variance"] == pytest.approx(loader.session.noise_variance())
+    assert loader.session.noise_variance() > 0
 
 
 @pytest.mark.rule(15)
@@ -425,10 +426,10 @@ def test_gradients_are_not_aliased_with_the_memory_or_each_other():
         kept.append(([p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]))
     for held, copies in kept:
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    memory = loader._run.state.read().clone()
+    memory = loader.session.states["method"].read().clone()
     for parameter in model.parameters():
         parameter.grad.zero_()
-    assert torch.equal(loader._run.state.read(), memory)
+    assert torch.equal(loader.session.states["method"].read(), memory)
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad", "forgotten no_grad", "saliency after the step"])
@@ -467,7 +468,7 @@ def test_the_check_of_the_model_leaves_no_trace():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         model, _, loader = private(model)
-        loader._run.engine._checked = checked
+        loader._loop.push.recorder._checked = checked
         torch.manual_seed(1)
         batch = next(iter(loader))
         outputs = model(batch[0])
@@ -893,10 +894,10 @@ def test_the_release_itself_is_never_touched():
     for batch in itertools.islice(loader, 2):
         advance(model, optimizer, batch)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert torch.allclose(loader._run.state.last, 12 * gradient)
+        assert torch.allclose(loader.session.states["method"].last, 12 * gradient)
         for parameter in model.parameters():
             parameter.grad.zero_()
-        assert torch.allclose(loader._run.state.last, 12 * gradient)
+        assert torch.allclose(loader.session.states["method"].last, 12 * gradient)
 
 
 @pytest.mark.rule(6)

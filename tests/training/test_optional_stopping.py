@@ -23,10 +23,10 @@ from fodp.accounting.budget import RenyiBudget
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Evaluate
 from fodp.training.export import privacy_card
 from fodp.training.fitting import stated_epsilon
-from fodp.trainer import Trainer
 
 
 def plan(**changes):
@@ -194,14 +194,14 @@ class TestFiles:
         return set(re.findall(r"\(([0-9.e+-]+), 1e-05\)-differentially private", text))
 
     def test_an_interrupted_run_and_its_export(self, tmp_path, capsys, monkeypatch):
-        step = Trainer._one_step
+        step = Trainer.take_step
 
         def stopped(self):
             step(self)
             if self.step == 30:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        monkeypatch.setattr(Trainer, "_one_step", stopped)
+        monkeypatch.setattr(Trainer, "take_step", stopped)
         assert main(["train", *self.WORDS, "--out", str(tmp_path / "r")]) == 130
         said = capsys.readouterr().out
         saved = torch.load(tmp_path / "r" / "checkpoint.pt", weights_only=True)

@@ -29,7 +29,7 @@ def by_the_trainer(table, name):
     model, x = build(table, name, COUNT, torch.float64)
     trainer = fodp.Trainer(model, probe, (x,), PLAN, optimizer_of(model))
     for _ in range(PLAN.steps):
-        trainer._one_step()  # without an ε, which such little noise would make slow
+        trainer.take_step()  # without an ε, which such little noise would make slow
     return parameters_to_vector(model.parameters()).detach()
 
 

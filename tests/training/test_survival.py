@@ -30,7 +30,7 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger, replays
 from fodp.ledger.card import faults
 from fodp.noise import Streams
-from fodp.training import checkpoint
+from fodp.state import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog
 from fodp.training.export import export
 

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.ledger import Ledger
-from fodp.training import checkpoint
+from fodp.state import checkpoint
+from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.training.fitting import steps_within
-from fodp.trainer import Trainer
 
 
 def losses(model, batch):
@@ -114,7 +114,7 @@ def test_a_resumed_run_splits_its_lots_as_before(tmp_path, monkeypatch):
     second = trainer()
     second.resume(tmp_path / "c.pt")
     second.fit()
-    assert second.run.engine.rows_at_once == first.run.engine.rows_at_once < 10
+    assert second.source.engine.rows_at_once == first.source.engine.rows_at_once < 10
     assert torch.equal(weights(second.model), weights(whole.model))
 
 
@@ -125,7 +125,7 @@ def test_a_secure_run_that_lost_steps_ends_early_and_says_so(tmp_path):
     first.fit()
     first.save(tmp_path / "c.pt")
     for _ in range(4):  # these steps are used, but no checkpoint knows of them: the process died
-        first._one_step()
+        first.take_step()
     second = trainer(the_plan=plan(seed=None), ledger=Ledger(tmp_path / "ledger.sqlite"))
     second.resume(tmp_path / "c.pt")
     assert second.lost_steps >= 4
@@ -153,7 +153,7 @@ def test_a_seeded_replay_is_not_charged_twice(tmp_path):
     first.fit()
     first.save(tmp_path / "c.pt")
     for _ in range(4):
-        first._one_step()
+        first.take_step()
     second = trainer(ledger=ledger)
     second.resume(tmp_path / "c.pt")
     assert second.step == 10
@@ -181,7 +181,7 @@ def test_a_secure_checkpoint_holds_no_key(tmp_path):
     secure = trainer(the_plan=plan(seed=None))
     secure.fit()
     secure.save(tmp_path / "c.pt")
-    assert secure.run.streams._key not in (tmp_path / "c.pt").read_bytes()
+    assert secure.session.streams._key not in (tmp_path / "c.pt").read_bytes()
 
 
 @pytest.mark.rule(12)
@@ -516,14 +516,14 @@ def test_gradients_left_in_frozen_layers_are_not_applied():
     first.requires_grad_(False)
     before = first.clone()
     training = trainer(model, plan(noise_multiplier=1000.0), torch.optim.SGD(model.parameters(), lr=0.1))
-    training._one_step()
+    training.take_step()
     assert torch.equal(first, before)
 
 
 def test_numbers_of_numpy_do_not_make_a_checkpoint_that_cannot_be_read(tmp_path):
     chosen = plan(noise_multiplier=np.linspace(1, 2, 3)[1], params=dict(lr=np.logspace(-2, 0, 3)[1]))
     first = trainer(the_plan=chosen)
-    first._one_step()
+    first.take_step()
     first.metrics["accuracy"] = np.float64(0.5)
     first.optimizer.param_groups[0]["lr"] = np.float64(0.1)
     first.save(tmp_path / "c.pt")
@@ -538,7 +538,7 @@ def test_a_secure_checkpoint_does_not_say_how_lots_were_split(tmp_path):
     for seed in (None, 3):
         training = trainer(the_plan=plan(seed=seed), ledger=Ledger(tmp_path / f"{seed}.sqlite"))
         training.fit()
-        assert (training.run.state_dict()["rows_at_once"] is None) == (seed is None)
+        assert (training.session.state_dict()["rows_at_once"] is None) == (seed is None)
 
 
 class TestIdentityOfARun:
