@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import fodp
 from fodp import sampling
 from fodp.accounting import Event, Phase
-from fodp.clipping.layout import GradientBuffer
+from fodp.layout import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
 from fodp.noise import Streams

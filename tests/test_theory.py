@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase, rdp_curve
-from fodp.clipping.layout import GradientBuffer
+from fodp.layout import GradientBuffer
 from fodp.data import load, models
 from fodp.memory import noise_floor
 

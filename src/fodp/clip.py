@@ -1,7 +1,7 @@
 """From a norm to a weight: how each example's gradient is brought within the bound.
 
-Whole gradients (`Flat`), all of them to the bound (`Normalised`), or layer by layer (`ByLayer`). Where the bound C comes
-from (a constant, a schedule, a quantile that a noisy count follows) is the step's business (`fodp.step.Step.clip_norm`).
+Whole gradients (`Flat`), all of them to the bound (`Normalised`), or layer by layer (`ByLayer`). The step knows the
+bound C (`fodp.step.Step.clip_norm`): a constant, a schedule, or a quantile that a noisy count follows.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What a gradient source must give, and how that becomes a query.
 
-A source (`fodp.sources`) is the only thing that differs between ways to train: it turns a lot into chunks, each with the
-norms of its examples' gradients and a way to add their weighted sum to a vector. No per-example gradient leaves it.
+A source (`fodp.sources`) is the only thing that differs between ways to train: it turns a lot into chunks. A chunk has
+the norms of its examples' gradients, and adds their weighted sum to a vector. No per-example gradient leaves it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 from fodp import _checks
 from fodp._checks import PrivacyError
 from fodp.clip import FLAT, ByNorm, ClipRule, by_norm, limits
+from fodp.layout import Layout
 from fodp.queries import Factor, Query
 
 # The contribution of one example, as computed, may exceed its bound by this relative amount. Norms are raised by the
@@ -27,23 +28,12 @@ Points = Sequence[tuple[float, Tensor | None]]
 HERE: Points = ((1.0, None),)
 
 
-class FlatLayout(Protocol):
-    """Where each trainable parameter lies in a flat vector."""
-
-    names: tuple[str, ...]
-    parameters: tuple[Tensor, ...]
-    size: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """A copy of the parameters as one flat vector."""
-
-
 class Chunk(Protocol):
     """Some examples of a lot after their backward pass. An example without a finite gradient has norm zero."""
 
-    norms: Tensor  # one per example
+    @property
+    def norms(self) -> Tensor:
+        """One number per example."""
 
     def finite(self, values: Tensor) -> Tensor:
         """The values, zero for every example whose gradient is not finite."""
@@ -62,7 +52,7 @@ class Source(Protocol):
     """Where per-example gradients come from: `Pull` runs the loss itself, `Push` records the owner's own passes."""
 
     @property
-    def layout(self) -> FlatLayout:
+    def layout(self) -> Layout:
         """Where each trainable parameter lies in the flat vector."""
 
     def chunks(self, lot: Any, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Iterable[Chunk]:
@@ -86,14 +76,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The per-example gradients of one lot, as questions whose answers know their bound: private, so only queries leave.
+    """The per-example gradients of one lot, as questions whose answers know their bound. Only queries leave it.
 
     Where the unit is a person, an "example" is a person with all rows of theirs in the lot.
     `total` adds the sums of other processes, if there are any: each example is in one of them.
     """
 
     chunks: Iterable[Chunk]
-    layout: FlatLayout
+    layout: Layout
     lot: object = None
     rule: ClipRule = FLAT
     factors: tuple[Factor, ...] | None = None

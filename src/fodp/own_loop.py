@@ -20,8 +20,8 @@ from fodp._checks import BudgetError, ConfigurationError, DataError
 from fodp._files import refuse_unwritable
 from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
-from fodp.clipping.layout import GradientBuffer
 from fodp.gradients import HERE
+from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.ranks import refuse_other_group

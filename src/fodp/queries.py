@@ -33,9 +33,9 @@ class Query:
 
     Scaling it scales the bound; adding a tensor computed from earlier releases leaves it; adding two
     queries of one lot adds the bounds. The value is kept as a sum of terms and worked out once, at release.
-    `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `blocks`, their
-    lengths and a factor or symmetric map for each, says how the value was scaled before it was bounded: `map_back_` does
-    the same to its release.
+    `dtype` is that of the release and its noise, where the value itself is kept in a wider one. `blocks` say how the
+    value was scaled before it was bounded, by the length of each block and its factor or symmetric map; `map_back_`
+    does the same to the release.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from fodp._checks import BudgetError, ConfigurationError, PrivacyError
 from fodp._words import in_our_words
 from fodp.clipping.augmentation import Augment, Augmentation
 from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.layout import GradientBuffer
 from fodp.clipping.remembered import Outside
+from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.private_data import PrivateData

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 import fodp
 from fodp.accounting import Event, Phase
-from fodp.clipping.layout import GradientBuffer
+from fodp.layout import GradientBuffer
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import CommonParams, NoState
 from fodp.methods.parts.updates import AdamBC

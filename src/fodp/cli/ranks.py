@@ -11,7 +11,7 @@ from fodp import _checks
 from fodp._checks import ConfigurationError, PrivacyError
 
 if TYPE_CHECKING:
-    from fodp.ranks import Alone
+    from fodp.ranks import Processes
 
 SECONDS = 300.0  # that ranks wait for each other
 
@@ -21,7 +21,7 @@ class Silent(SystemExit):
 
 
 @contextlib.contextmanager
-def joined(seconds: float | None) -> Iterator["Alone | None"]:
+def joined(seconds: float | None) -> Iterator["Processes | None"]:
     """The ranks of this command; None, without loading PyTorch, unless torchrun or the like has started several."""
     wait = SECONDS if seconds is None else _checks.positive("--rank-timeout", seconds)
     count = os.environ.get("WORLD_SIZE", "1")
@@ -65,7 +65,7 @@ def _refuse_second(store: Any, rank: int) -> None:
         raise ConfigurationError(f"rank {rank} has joined twice: start each rank once; nothing was released or charged")
 
 
-def _speaking() -> Iterator["Alone"]:
+def _speaking() -> Iterator["Processes"]:
     """What ends all ranks is said by the first one; what ends this one alone, by itself."""
     from fodp.ranks import Disagreement, RankLost, here
 

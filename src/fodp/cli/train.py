@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fodp.data import Splits
     from fodp.ledger import Ledger
     from fodp.plan import Plan
-    from fodp.ranks import Alone
+    from fodp.ranks import Processes
     from fodp.trainer import Trainer
     from fodp.training.callbacks import Callback
     from fodp.training.folder import RunFolder
@@ -135,7 +135,7 @@ def _fresh_name() -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
 
 
-def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Alone | None") -> int:
+def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Processes | None") -> int:
     import torch
 
     from fodp import _devices

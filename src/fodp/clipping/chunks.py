@@ -13,10 +13,10 @@ from fodp.clipping.batches import Batch, batch_size, rows_at_once, sizes_of, tak
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.segments import Ragged
 from fodp.clipping.layers.uses import HELD_ENTRIES, Dense, Outer, Use
-from fodp.clipping.layout import Layout
 from fodp.clipping.maps import Kronecker
 from fodp.clipping.norms import norms_of
 from fodp.gradients import HERE, Points
+from fodp.layout import Layout
 from fodp.queries import Factor
 
 

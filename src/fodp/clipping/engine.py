@@ -31,7 +31,6 @@ from fodp.clipping.layers.combine import merged, scaled
 from fodp.clipping.layers.rules import RULES
 from fodp.clipping.layers.segments import Segments, by_owner
 from fodp.clipping.layers.uses import Use
-from fodp.clipping.layout import Layout
 from fodp.clipping.loss_form import refuse_criterion, refuse_joint
 from fodp.clipping.precision import Caller
 from fodp.clipping.recording import Layers, Recording
@@ -39,6 +38,7 @@ from fodp.clipping.remembered import Outside
 from fodp.clipping.watching import Plan, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
 from fodp.gradients import HERE, Points
+from fodp.layout import Layout
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 

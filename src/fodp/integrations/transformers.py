@@ -26,6 +26,7 @@ from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.private_data import refuse_private
+from fodp.trainer import Result
 from fodp.trainer import Trainer as Private
 from fodp.training.callbacks import Callback
 
@@ -244,7 +245,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.optimizer = made.optimizer
         return made
 
-    def _finished(self, result: "training.trainer.Result") -> Any:
+    def _finished(self, result: Result) -> Any:
         """As Hugging Face's loop ends, without its numbers of loss, time and tokens."""
         assert self.private is not None
         ranks = self.private.session.processes

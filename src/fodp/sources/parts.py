@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fodp._checks import ConfigurationError
 from fodp.clip import ClipRule
-from fodp.gradients import Chunk, FlatLayout, Gradients
+from fodp.gradients import Chunk, Gradients
+from fodp.layout import Layout
 from fodp.sampling import Lot
 
 PARTS = "go through all parts of the lot, one forward pass and one loss.backward() for each, then step once"
@@ -20,7 +21,7 @@ class GatheredChunk:
     It is a chunk (`fodp.gradients.Chunk`) whose sum can be had with the very weights that the parts were given.
     """
 
-    def __init__(self, rule: ClipRule, bound: float, layout: FlatLayout, dtype: torch.dtype):
+    def __init__(self, rule: ClipRule, bound: float, layout: Layout, dtype: torch.dtype):
         self._rule, self._bound = rule, bound
         self._sum = torch.zeros(layout.size, dtype=dtype, device=layout.device)
         self._like = torch.zeros(0, dtype=layout.dtype, device=layout.device)

@@ -13,11 +13,11 @@ from fodp.clipping.batches import Keyed, Parts, repeat, take
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine
-from fodp.clipping.layout import Layout
 from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_other_gradient
 from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.gradients import Points
+from fodp.layout import Layout
 from fodp.noise import Streams
 from fodp.queries import Factor
 from fodp.sampling import Fetcher, Lot

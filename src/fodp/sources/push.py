@@ -1,4 +1,4 @@
-"""The source of a loop of one's own: the owner's forward and backward pass fill it, and the loader hands out its lots."""
+"""The source of a loop of one's own: the loader hands out its lots, the owner's passes fill it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,10 +11,10 @@ from fodp._looks import Looks, is_rare
 from fodp.clip import ClipRule
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
-from fodp.clipping.layout import Layout
 from fodp.clipping.padding import LOTS_COMPARED, Widths
 from fodp.draws import Source
 from fodp.gradients import HERE, Chunk, Gradients, Points
+from fodp.layout import Layout
 from fodp.noise import Streams
 from fodp.queries import Factor
 from fodp.sampling import Fetcher, Lot, Lots

@@ -90,7 +90,7 @@ def restore(
 
 
 def loop_state(course: Course) -> dict[str, Any]:
-    """What a loop needs to go on where another package saves model and optimizer, with a digest of it and the weights."""
+    """What a loop needs to go on where another package saves model and optimizer, with a digest of it all."""
     made_with = {"fodp": fodp.__version__, "torch": str(torch.__version__)}
     position = course.position()
     ledger = None if position["ledger"] is None else list(position["ledger"])

@@ -58,7 +58,7 @@ class Course:
         self._ledger = ledger if self.session.processes.is_first else None
 
     def begin(self) -> None:
-        """Write a new run into its ledger; one of this name that took steps has released what this run does not know."""
+        """Write a new run into its ledger. One of this name that took steps released what this one does not know."""
         ledger = self.ledger
         if ledger is not None and self.account is None:
             used = ledger.steps(self.run_id)
@@ -153,7 +153,7 @@ class Course:
         return None if account is None else lambda digest: account.note_checkpoint(step, digest)
 
     def refuse_other_ledger(self, saved: dict[str, Any]) -> None:
-        """A checkpoint alone cannot know what was released after it was written. Of several ranks the first one asks."""
+        """A checkpoint cannot know what was released after it was written. The first process asks the ledger."""
         if not self.session.processes.is_first:
             return
         if saved["ledger"] is not None and self.ledger is not None:

@@ -83,10 +83,11 @@ def set_rate(session: Session, optimizer: torch.optim.Optimizer) -> None:
     rule: FollowedTranscript | None = session.states.get("rate")
     if rule is not None:
         factor *= session.processes.number(partial(_followed, session, rule, rule.take()))
+    clip = session.adaptive_clip if _follows_clip(session) else None
     for group in optimizer.param_groups:
         group["lr"] = group[PLANNED] * factor
-        if _follows_clip(session):
-            relative = session.plan.clip_norm / session.adaptive_clip.used
+        if clip is not None:
+            relative = session.plan.clip_norm / clip.used
             for parameter in group["params"]:
                 parameter.grad.mul_(relative)
 

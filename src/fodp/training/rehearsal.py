@@ -42,7 +42,7 @@ def rehearse(source: "Pull", dataset: Any) -> None:
         if found is not None:
             raise DataError(f"{found}. Nothing was released or charged") from found.__cause__
         error.add_note(
-            f"fodp: found in a rehearsal on a few records{_form(batch)}; the parameters are {source.engine.layout.dtype}. "
+            f"fodp: found in a rehearsal on a few records{_form(batch)}; the parameters are {source.layout.dtype}. "
             "Nothing was released or charged"
         )
         raise

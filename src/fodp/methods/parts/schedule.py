@@ -8,7 +8,7 @@ from fodp import _checks
 from fodp._checks import ConfigurationError
 
 if TYPE_CHECKING:
-    from fodp.methods.base import PublicNumbers
+    from fodp.step import PublicNumbers
 
 # A number, or pairs (first step, value) in rising order that begin at step 0.
 Schedule = float | tuple[tuple[int, float], ...]
