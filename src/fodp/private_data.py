@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp._forms import leaves
 from fodp.origins import Origins, columns_of, held_by
 from fodp.row_samples import Marks, marks_of
 
@@ -32,6 +33,7 @@ _COPY, _SOME = 0.5, 0.02  # of the public rows are private ones: it is a copy; i
 _CANNOT_TELL = 0.5  # of the private rows have an equal one among themselves
 _FEW = 8
 _DEVIATIONS = 5.0  # beyond which a number of equal rows is no chance
+_PARTS_OF_A_BATCH = 8
 _DEEPEST = 3  # functions that functions name
 
 _declared: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # by id
@@ -105,7 +107,7 @@ class PrivateData:
         attributes of theirs that it names, and functions among all those.
         """
         for value in _reached(thing, _DEEPEST):
-            if value is self._data or (_is_data(value) and self._holds_all_of(value)):
+            if value is self._data or (_is_data(value) and (self._holds_all_of(value) or self._is_copy(value))):
                 raise ConfigurationError(
                     f"{door} has the training data in its hands, which is private, and what is computed from public "
                     f"data gets no noise: {HOLD_OUT}"
@@ -122,6 +124,10 @@ class PrivateData:
     def _holds_all_of(self, value: Any) -> bool:
         found = self._are_private(value)
         return found.size > 0 and bool(found.all())
+
+    def _is_copy(self, value: Any) -> bool:
+        """Whether a data set, which a function may do much with, is made of private rows; tensors are not compared."""
+        return isinstance(value, Dataset) and not _is_declared(value) and self._share(value) >= _COPY
 
     def _share(self, public: Any) -> float:
         """About which share of the rows is private, beyond what private rows have in common by themselves."""
@@ -148,8 +154,9 @@ def _parts(public: Any) -> Iterator[Any]:
     elif isinstance(public, list | tuple) and public and all(isinstance(p, Dataset | DataLoader) for p in public):
         for part in public:
             yield from _parts(part)
-    elif isinstance(public, list) and columns_of(tuple(public)):
-        yield tuple(public)  # a batch
+    elif isinstance(public, list | tuple) and len(public) <= _PARTS_OF_A_BATCH and columns_of(tuple(leaves(public))):
+        yield tuple(leaves(public))  # a batch
+        yield public  # or a few records
     elif public is not None and not isinstance(public, str | bytes):
         yield public
 
@@ -212,10 +219,19 @@ def _hands(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, FunctionType):
         yield from _of_function(thing)
     elif not isinstance(thing, type):
-        yield from getattr(thing, "__dict__", {}).values()
-        called = vars(type(thing)).get("__call__")
-        if isinstance(called, FunctionType):
-            yield from _of_function(called)
+        held = [*getattr(thing, "__dict__", {}).values()]
+        yield from held
+        for method in _methods(type(thing)):
+            yield from _of_function(method)
+            for name in method.__code__.co_names:  # self.splits.train
+                yield from (vars(value)[name] for value in held if name in getattr(value, "__dict__", {}))
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """Functions of a class and of those that it comes from, as far as its owner has written them."""
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith("fodp."):
+            yield from (each for each in vars(owner).values() if isinstance(each, FunctionType))
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
