@@ -629,6 +629,10 @@ def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.training.between._WITH_COUNTS", ())
 
 
+def losses_over_padding_let_through(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling._effect_of_padding", lambda *_: "")
+
+
 def earlier_lots_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.training.coupling.Coupling.over", lambda *_: None)
 
@@ -759,6 +763,12 @@ UNSEEN = (
         "a long record that comes late not compared",
         "training/test_padding.py::test_a_long_record_that_comes_late_is_looked_at_in_a_loop_of_ones_own",
         wider_lots_not_looked_at,
+    ),
+    Unseen(
+        "a loss of one's own over padded positions",
+        "training/test_padding.py::test_a_loss_of_ones_own_that_minds_padding_is_refused",
+        losses_over_padding_let_through,
+        dict(kind="a mean over all positions", one_by_one=False),
     ),
     Unseen(
         "unpacked texts as wide as the longest of anybody",

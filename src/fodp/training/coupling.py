@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fodp._checks import ConfigurationError
+from fodp.clipping.padding import ADVICE
 from fodp.training.between import WAY_OUT
 from fodp.training.tape import Memories, Tape, same_functions
 
@@ -32,12 +34,17 @@ _NOT_FOLLOWED = (
     "the loss cannot be followed from the model's outputs to backward (it is compiled or scripted, or has a backward "
     "pass of its own), so that it cannot be seen whether it is the {} of its examples' own losses"
 )
+_PADDED = (
+    "the loss of an example depends on how far other examples of the lot make it padded (a mean over all positions, or "
+    f"positions of padding that count): one long example would change the gradients of all: {ADVICE}"
+)
 _REDUCTION = (
     "the loss is not the {} of its examples' own losses, as loss_reduction says: how much one example weighs depends "
     "on how many others are in the lot"
 )
 
 Rows = Callable[[Tensor], Tensor]
+Shapes = Sequence[tuple[int, dict[tuple[int, ...], tuple[int, ...]]]]  # of a row: shapes in the lot, and its own alone
 
 
 class Coupling:
@@ -45,13 +52,16 @@ class Coupling:
 
     def __init__(self, mean: bool):
         self._word = "mean" if mean else "sum"
+        self._divided_by: set[int] = set()  # widths of lots that their losses were divided by
         self._steps: set[int] = set()  # whose lots of two or more rows were looked at
         self._reduction_known = False
         self._earlier: Tape | None = None
         self._of_earlier_lots: Memories = {}
 
-    def wants(self, step: int, look_again: bool) -> bool:
+    def wants(self, step: int, look_again: bool, padded: bool) -> bool:
         """Whether to keep a tape of this step's lot: of the first steps, and of later ones that are looked at."""
+        if padded:
+            return True
         if step in self._steps:
             return False
         few = len(self._steps) < FIRST_LOTS
@@ -66,14 +76,17 @@ class Coupling:
         found = self._of_earlier_lots | tape.made()
         self._of_earlier_lots = {identity: tensor for identity, tensor in found.items() if tensor() is not None}
 
-    def refuse(self, tape: Tape, step: int) -> None:
-        """Raise unless one example's gradient depends on that example alone, as far as this lot shows."""
-        problem = self._problem(tape)
+    def refuse(self, tape: Tape, step: int, shapes: Shapes = ()) -> None:
+        """Raise unless one example's gradient depends on that example alone, as far as this lot shows.
+
+        `shapes` are those of some records alone, where the lot is padded.
+        """
+        problem = self._problem(tape) or self._effect_of_padding(tape, shapes)
         if problem:
             earlier = any(step != other for other in self._steps)
             raise ConfigurationError(
                 problem
-                if problem == _MEMORY
+                if problem in (_MEMORY, _PADDED)
                 else f"{problem}: {WAY_OUT}"
                 + (". Earlier lots did not show it, and what was released from them is not covered" if earlier else "")
             )
@@ -90,6 +103,14 @@ class Coupling:
         if tape.rows > 1 and any(_moves(tape, rows, same) for rows, same in _replacements(tape)):
             return _COUPLED
         return _REDUCTION.format(self._word) if self._other_reduction(tape) else ""
+
+    def _effect_of_padding(self, tape: Tape, shapes: Shapes) -> str:
+        """What is wrong if the loss says something else of a record where all are as short as it is alone."""
+        for row, known in shapes:
+            self._divided_by |= {width for width in _widths(known) if _divides_by(tape, width)}
+            if len(self._divided_by) > 1 or _minds_padding(tape, row, known):
+                return _PADDED
+        return ""
 
     def _other_reduction(self, tape: Tape) -> bool:
         """Whether the loss weighs rows otherwise in a smaller lot."""
@@ -176,6 +197,39 @@ def _moved_by(tape: Tape, rows: Rows, before: Tensor, after: Tensor) -> float | 
     mine = [g[before.to(g.device)] if g.dim() else g for g in tape.real()]
     theirs = [g[after.to(g.device)] if g.dim() else g for g in changed]
     return _distance(mine, theirs)
+
+
+def _minds_padding(tape: Tape, row: int, own: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    def alone(value: Tensor) -> Tensor:
+        shape = own.get(tuple(value.shape[1:]), value.shape[1:])
+        return value[torch.full((tape.rows,), row)][(slice(None), *map(slice, shape))]
+
+    for widths in ({}, _widths(own)):  # the second where calls name the lot's own
+        try:
+            changed = tape.again(alone, widths)
+            break
+        except Exception:
+            changed = []
+    for here, there in zip(tape.real(), changed, strict=False):
+        if here.dim():
+            same = torch.zeros_like(here[:1])
+            same[(slice(None), *map(slice, there.shape[1:]))] = there[row : row + 1]
+            if _distance([here[row : row + 1]], [same]) > _allowed(tape):
+                return True
+    return False
+
+
+def _widths(own: dict[tuple[int, ...], tuple[int, ...]]) -> dict[int, int]:
+    """How wide the lot is, and a record alone; a language model's shifted labels are one less."""
+    found = {a: b for long, short in own.items() for a, b in zip(long, short, strict=True) if a != b}
+    return {a - 1: b - 1 for a, b in found.items()} | found
+
+
+def _divides_by(tape: Tape, width: int) -> bool:
+    """Whether a plain number by which something is divided, or that it is multiplied with, may be a lot's width."""
+    calls = [call for call in tape.calls() if call.scales()]
+    numbers = [n for call in calls for n in tree_leaves((call.args, call.kwargs)) if type(n) in (int, float)]
+    return any(_among(number, [width]) for number in numbers)
 
 
 def _distance(mine: list[Tensor], theirs: list[Tensor]) -> float:

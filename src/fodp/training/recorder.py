@@ -114,7 +114,7 @@ class Recorder(Engine):
         if self._tape is not None:
             self._coupling.over(self._tape)
         rows, tape = len(lot.indices), None
-        if self._coupling.wants(lot.step, self.look_again):
+        if self._coupling.wants(lot.step, self.look_again, self._padded is not None):
             tape = self._coupling.tape(rows)
             for leaf in () if batch is None else _forms.leaves(batch):
                 if isinstance(leaf, Tensor):
@@ -208,7 +208,7 @@ class Recorder(Engine):
             self._compare_sums(self.lot)
         if rows and self._tape is not None:
             with self._quietly():
-                self._coupling.refuse(self._tape, self.lot.step)
+                self._coupling.refuse(self._tape, self.lot.step, () if self._padded is None else self._padded.shapes)
 
     def backward(self, losses: Any) -> None:
         """The backward pass of one loss per example, added up here."""

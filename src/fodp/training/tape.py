@@ -8,7 +8,7 @@ gave; run on other rows they show whether one example's gradient depends on anot
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ _SET = torch.Tensor.__setitem__
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__)
 _ARRAYS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+_NONE: Mapping[int, int] = {}
 _IGNORED = -100  # PyTorch's ignore_index is among the arguments of a loss, and is no count
 
 
@@ -44,6 +45,10 @@ class Call:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
+
+    def scales(self) -> bool:
+        """Whether its numbers are factors."""
+        return any(word in getattr(self.func, "__name__", "") for word in ("div", "mul"))
 
 
 @dataclass(eq=False)
@@ -239,10 +244,12 @@ class Tape:
                 return leaf.value
         return None
 
-    def again(self, rows: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def again(self, rows: Callable[[Tensor], Tensor], widths: Mapping[int, int] | None = None) -> list[Tensor]:
         """The gradients at `telling`, with `rows(value)` in place of the value of each leaf that has a row for each
-        example; those of rows times the declared mean's number of rows."""
-        return self._run([rows(leaf.value) if self._has_rows(leaf) else leaf.value for leaf in self._leaves.values()])
+        example; those of rows times the declared mean's number of rows. With `widths`, shapes that the calls name, and
+        tensors from outside, have those in place of the lot's."""
+        values = [rows(leaf.value) if self._has_rows(leaf) else leaf.value for leaf in self._leaves.values()]
+        return self._run(values, widths or {})
 
     def again_on(self, larger: "Tape") -> list[Tensor]:
         """The same with the first rows of a larger lot."""
@@ -256,7 +263,7 @@ class Tape:
         other._leaves = {identity: replace(leaf) for identity, leaf in self._leaves.items()}
         return other
 
-    def _run(self, given_values: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, given_values: Sequence[Tensor], widths: Mapping[int, int] = _NONE) -> list[Tensor]:
         values: dict[int, Tensor] = {}
         seeds, telling = [], {id(leaf.tensor) for leaf in self.telling()}
         for identity, value in zip(self._leaves, given_values, strict=True):
@@ -268,11 +275,15 @@ class Tape:
         values |= {identity: saved.clone() for identity, (_, saved) in self._saved.items()}
 
         def given(leaf: Any) -> Any:
-            return values.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+            return values[id(leaf)] if isinstance(leaf, Tensor) and id(leaf) in values else leaf
+
+        def reshaped(leaf: Any) -> Any:
+            return _narrowed(leaf, widths) if given(leaf) is leaf else given(leaf)
 
         for call in self.calls():
+            change = reshaped if widths and not call.scales() else given
             with torch.set_grad_enabled(call.with_grad), call.context(), warnings.catch_warnings(action="ignore"):
-                result = call.func(*tree_map(given, call.args), **tree_map(given, call.kwargs))
+                result = call.func(*tree_map(change, call.args), **tree_map(change, call.kwargs))
             made = zip(call.results, _tensors(result), strict=True)
             values |= {id(old): new for old, new in made if id(old) not in self._leaves or old is call.target}
         roots, weights, _ = self._roots
@@ -313,6 +324,14 @@ class Tape:
         """Whether anything was computed with few digits."""
         half = (torch.float16, torch.bfloat16)
         return any(leaf.value.dtype in half for leaf in self.telling()) or any(call.autocast for call in self.calls())
+
+
+def _narrowed(leaf: Any, widths: Mapping[int, int]) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf[tuple(slice(widths.get(size)) for size in leaf.shape)] if leaf.dim() else leaf
+    if isinstance(leaf, torch.Size):
+        return torch.Size(widths.get(size, size) for size in leaf)
+    return widths.get(leaf, leaf) if type(leaf) is int else leaf
 
 
 def _tensors(value: Any) -> list[Tensor]:
