@@ -75,6 +75,7 @@ class PrivateData:
 
     def __init__(self, data: Any) -> None:
         self._data, self._known = data, Origins()
+        self._compared: list[Any] = []
         self._numbers: npt.NDArray[np.int64] | None = None
 
     def refuse(self, door: str, public: Any) -> None:
@@ -83,6 +84,7 @@ class PrivateData:
         `door` names what it was given to. Where private rows repeat among themselves, equal rows say nothing.
         """
         for part in _parts(public):
+            self._compared.append(part)
             if part is self._data or self._are_private(part).any():
                 raise ConfigurationError(
                     f"{door}: this is the training data itself (its records, or memory shared with them), which is "
@@ -103,8 +105,9 @@ class PrivateData:
     def refuse_reaching(self, door: str, thing: Any) -> None:
         """Raise if a function, or an object by its attributes, has data in its hands all of which is private.
 
-        Followed are closures, defaults, partial arguments, an object's own attributes, globals that the code names and
-        attributes of theirs that it names, and functions among all those.
+        Followed are closures, defaults, partial arguments, an object's own attributes, globals that the code names (of
+        an object: its methods' code), attributes of all these that it names, and functions among them. A data set among
+        them may be a copy, too.
         """
         for value in _reached(thing, _DEEPEST):
             if value is self._data or (_is_data(value) and (self._holds_all_of(value) or self._is_copy(value))):
@@ -127,7 +130,8 @@ class PrivateData:
 
     def _is_copy(self, value: Any) -> bool:
         """Whether a data set, which a function may do much with, is made of private rows; tensors are not compared."""
-        return isinstance(value, Dataset) and not _is_declared(value) and self._share(value) >= _COPY
+        known = _is_declared(value) or any(value is each for each in self._compared)
+        return isinstance(value, Dataset) and not known and self._share(value) >= _COPY
 
     def _share(self, public: Any) -> float:
         """About which share of the rows is private, beyond what private rows have in common by themselves."""
@@ -215,16 +219,21 @@ def _hands(thing: Any) -> Iterator[Any]:
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, MethodType):
-        yield from (thing.__func__, *getattr(thing.__self__, "__dict__", {}).values())
+        held = [*getattr(thing.__self__, "__dict__", {}).values()]
+        yield from (thing.__func__, *held, *_asked_of(held, thing.__func__))
     elif isinstance(thing, FunctionType):
         yield from _of_function(thing)
     elif not isinstance(thing, type):
         held = [*getattr(thing, "__dict__", {}).values()]
         yield from held
         for method in _methods(type(thing)):
-            yield from _of_function(method)
-            for name in method.__code__.co_names:  # self.splits.train
-                yield from (vars(value)[name] for value in held if name in getattr(value, "__dict__", {}))
+            yield from (*_of_function(method), *_asked_of(held, method))
+
+
+def _asked_of(held: list[Any], function: Any) -> Iterator[Any]:
+    """Attributes of what an object holds that a method of its names, as in self.splits.train."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return (vars(value)[name] for value in held for name in names if name in getattr(value, "__dict__", {}))
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
