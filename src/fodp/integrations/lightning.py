@@ -41,6 +41,7 @@ from fodp.training.export import privacy_card  # noqa: E402
 from fodp.training.fitting import refuse_plateau, stated_epsilon  # noqa: E402
 from fodp.training.foreign import loop_state, take_up  # noqa: E402
 from fodp.training.loop import PrivateLoader, make_private  # noqa: E402
+from fodp.training.order import refuse_other_ledger  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
 _FLOAT32 = 1 + 2.0**-22  # Lightning keeps float32, which must not round ε down
@@ -138,6 +139,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
     ):
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {_checks.shown(plan)}")
+        refuse_other_ledger(ledger)
         if plan.algorithm.parts.average is not None:
             raise ConfigurationError(
                 "Lightning scores and saves the module itself, which is the last iterate: leave the plan's average out "

@@ -19,7 +19,7 @@ from fodp.methods import Method
 from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
-from fodp.plan import Plan
+from fodp.plan import Plan, warn_of_large_rates
 from fodp.run import Run
 
 # Parameters of a method that nothing but its own optimizer uses.
@@ -43,7 +43,14 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
         return made
     if method.owns_optimizer:
         raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigurationError(
+            f"optimizer must be a torch.optim optimizer, made of the model's parameters, got {what}: for example "
+            "torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
     _refuse_what_would_not_act(method)
+    warn_of_large_rates(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -25,7 +25,7 @@ from fodp.clipping.gradients import Gradients
 from fodp.clipping.layout import GradientBuffer
 from fodp.draws import Source
 from fodp.ledger import Account, Ledger
-from fodp.plan import Plan
+from fodp.plan import Plan, warn_of_large_rates
 from fodp.prefetching import workers_for
 from fodp.ranks import refuse_other_group
 from fodp.ranks.fsdp import is_sharded
@@ -38,7 +38,7 @@ from fodp.training.bookkeeping import open_account
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
 from fodp.training.loss_watch import LossWatch
-from fodp.training.order import refuse_other_order
+from fodp.training.order import refuse_other_ledger, refuse_other_order
 from fodp.training.padding import compare_alone
 from fodp.training.parts import LotParts, blocks_of
 from fodp.training.recorder import LOOP, TRAINER, Recorder
@@ -121,6 +121,7 @@ def make_private(
         True
     """
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
+    refuse_other_ledger(ledger)
     _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     if plan.unit == "person":
         raise ConfigurationError(
@@ -136,6 +137,7 @@ def make_private(
         raise ConfigurationError(f"{method.name} draws more than one lot in a step: {TRAINER}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
+    warn_of_large_rates(optimizer)
     if any(part in _taken for part in (optimizer, *model.modules())):
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
     if is_sharded(model):

@@ -35,7 +35,7 @@ from fodp.training.callbacks import Callback
 from fodp.training.export import privacy_card
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import PLANNED, fitting_optimizer, refuse_plateau, set_rate, stated_epsilon, steps_within
-from fodp.training.order import refuse_other_order
+from fodp.training.order import listed_callbacks, refuse_other_ledger, refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -113,6 +113,8 @@ class Trainer:
         public_sample: Any = None,
     ):
         refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
+        refuse_other_ledger(ledger, may_open=True)
+        listed = listed_callbacks(callbacks)
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
             raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
@@ -148,7 +150,7 @@ class Trainer:
             )
         refuse_plateau(scheduler, "step it in a callback with a public score")
         # Of several ranks the first one looks, writes and keeps the ledger; all of them train.
-        self.callbacks = list(callbacks) if self.run.ranks.is_first else []
+        self.callbacks = listed if self.run.ranks.is_first else []
         self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose
         self.target_epsilon = target_epsilon
         end = plan.steps if last_step is None else _checks.whole("last_step", last_step, maximum=plan.steps)
@@ -182,7 +184,11 @@ class Trainer:
     def ledger(self) -> Ledger | None:
         """The ledger that the run is kept in, opened now if it was given as a function."""
         if self._ledger is not None and not isinstance(self._ledger, Ledger):
-            self._ledger = self._ledger()
+            opened = self._ledger()
+            if opened is None:  # a run that nobody counts
+                raise ConfigurationError("the function given as ledger= opened no ledger: let it return one")
+            refuse_other_ledger(opened)
+            self._ledger = opened
         return self._ledger
 
     @property
