@@ -47,8 +47,8 @@ _MIXED_ROWS = (
 )
 _UNKNOWN_ROWS = (
     "nothing that the model is given was computed by PyTorch from the loader's batch, so that it cannot be seen "
-    "whether each of its rows is of one record alone (a mean or a padding over the lot would break the bound): make the "
-    "model's inputs in the data set or collate_fn"
+    "whether each of its rows is of one record alone (a mean or a padding over the lot would break the bound): "
+    "make the model's inputs in the data set or collate_fn"
 )
 
 Rows = Callable[[Tensor], Tensor]
