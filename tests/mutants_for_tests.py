@@ -624,6 +624,10 @@ def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.training.coupling.Coupling.refuse", lambda *_: None)
 
 
+def own_inputs_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling.refuse_inputs", lambda *_: None)
+
+
 def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
     own_losses_not_looked_at(patch)
     patch.setattr("fodp.training.between._WITH_COUNTS", ())
@@ -832,6 +836,12 @@ UNSEEN = (
         "a weighted mean made by hand in a loop of one's own",
         "training/test_own_loss.py::test_a_hand_made_weighted_mean_is_refused",
         own_losses_not_looked_at,
+    ),
+    Unseen(
+        "mixup between the loader and the model of a loop of one's own",
+        "training/test_own_loss.py::test_rows_that_are_mixed_before_the_model_are_refused",
+        own_inputs_not_looked_at,
+        dict(case="mixup"),
     ),
     Unseen(
         "a running mean of earlier lots in the loss",

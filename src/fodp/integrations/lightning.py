@@ -319,6 +319,11 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if self._loader is not None:
             self._loader._run.forget_kept()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What the rest of the epoch leaves in the module may be of its lots."""
+        if self._loader is not None and trainer.state.fn == "fit":
+            self._loader._run.keep_again()
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -329,7 +334,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last lot, too, has left nothing."""
         if self._loader is not None:
-            self._loader._run.forget_kept()
+            self._loader._run.refuse_kept()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
@@ -348,6 +353,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         """Give everything back as it was; what was reserved and not used is given back to the ledger."""
         while self._undo:
             self._undo.pop()()
+        if self._loader is not None:
+            self._loader._run.forget_kept()  # hooks of the module at the end of the fit, too
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As after a fit that went well."""

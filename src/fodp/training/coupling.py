@@ -7,13 +7,16 @@ compared, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp._looks import is_rare
 from fodp.clipping.padding import ADVICE
 from fodp.training.between import WAY_OUT
 from fodp.training.tape import Memories, Tape, same_functions
@@ -26,7 +29,8 @@ _COUPLED = (
     "mean, a mean over tokens of unequal counts, a normalisation over the lot, pairs)"
 )
 _MEMORY = (
-    "the loss uses a tensor that was computed from an earlier lot (a running mean, class centres): what one lot leaves "
+    "the loss, or what the model is given, uses a tensor that was computed from an earlier lot (a running "
+    "mean, class centres): what one lot leaves "
     "for the next has no noise, and no bound on what one example changes. Leave it out, or keep it in the model as "
     "something that is trained"
 )
@@ -43,6 +47,16 @@ _REDUCTION = (
     "on how many others are in the lot"
 )
 
+_MIXED_ROWS = (
+    "what the model is given mixes the examples of the lot: a row is another with other rows beside it (mixup, a "
+    "normalisation by the lot). Do it by numbers that are public, or one record at a time in the data set or collate_fn"
+)
+_UNKNOWN_ROWS = (
+    "nothing that the model is given was computed by PyTorch from the loader's batch, so that it cannot be seen "
+    "whether each of its rows is of one record alone (a mean or a padding over the lot would break the bound): "
+    "make the model's inputs in the data set or collate_fn"
+)
+
 Rows = Callable[[Tensor], Tensor]
 Shapes = Sequence[tuple[int, dict[tuple[int, ...], tuple[int, ...]]]]  # of a row: shapes in the lot, and its own alone
 
@@ -57,6 +71,7 @@ class Coupling:
         self._reduction_known = False
         self._earlier: Tape | None = None
         self._of_earlier_lots: Memories = {}
+        self._has_warned = False
 
     def wants(self, step: int, look_again: bool, padded: bool) -> bool:
         """Whether to keep a tape of this step's lot: of the first steps, and of later ones that are looked at."""
@@ -65,7 +80,8 @@ class Coupling:
         if step in self._steps:
             return False
         few = len(self._steps) < FIRST_LOTS
-        return few or look_again or (not self._reduction_known and len(self._steps) < _MOST)
+        after_a_look = is_rare(step - 1)  # a memory shows in the lot after the one that it was made of
+        return few or look_again or after_a_look or (not self._reduction_known and len(self._steps) < _MOST)
 
     def tape(self, rows: int) -> Tape:
         """A tape for a lot of so many rows."""
@@ -75,6 +91,22 @@ class Coupling:
         """The next lot begins: what was made of this one must not reach its loss."""
         found = self._of_earlier_lots | tape.made()
         self._of_earlier_lots = {identity: tensor for identity, tensor in found.items() if tensor() is not None}
+
+    def refuse_inputs(self, tape: Tape, given: Sequence[Tensor]) -> None:
+        """Raise if a row of what the model is given depends on other rows of the lot, or on earlier lots."""
+        if not any(tensor.shape[:1] == (tape.rows,) for tensor in given):
+            return  # some of the rows, for a score
+        made = [tensor for tensor in given if tape.knows(tensor)]
+        if not made and not self._has_warned:
+            self._has_warned = True
+            _checks.warn(_UNKNOWN_ROWS)
+        if not made:
+            return
+        tape = tape.aimed(made)
+        if tape.reads_memories():
+            raise ConfigurationError(_MEMORY)
+        if tape.rows > 1 and tape.calls() and any(map(_has_moved, repeat(tape), _replacements(tape))):
+            raise ConfigurationError(_MIXED_ROWS)
 
     def refuse(self, tape: Tape, step: int, shapes: Shapes = ()) -> None:
         """Raise unless one example's gradient depends on that example alone, as far as this lot shows.
@@ -186,6 +218,17 @@ def _telling_rows(tape: Tape) -> list[int]:
 def _moves(tape: Tape, rows: Rows, same: Tensor) -> bool:
     moved = _moved_by(tape, rows, same, same)
     return moved is not None and moved > _allowed(tape)
+
+
+def _has_moved(tape: Tape, replaced: tuple[Rows, Tensor]) -> bool:
+    """Whether the rows that stay are others in the model's inputs, where other rows are replaced."""
+    rows, same = replaced
+    try:
+        before, after = tape.ends(lambda value: value), tape.ends(rows)
+    except Exception:
+        return False
+    pairs = [[t[same.to(t.device)] if t.shape[:1] == (tape.rows,) else t for t in ts] for ts in (before, after)]
+    return _distance(*pairs) > _allowed(tape)
 
 
 def _moved_by(tape: Tape, rows: Rows, before: Tensor, after: Tensor) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
@@ -67,7 +67,14 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
 
 def refuse_plateau(scheduler: Any, otherwise: str) -> None:
     """Raise for a scheduler that wants a score: in training there is none that no record is in."""
-    if any(isinstance(part, ReduceLROnPlateau) for part in (scheduler, *getattr(scheduler, "_schedulers", ()))):
+    if isinstance(scheduler, list | tuple):
+        parts = list(scheduler)
+    else:  # SequentialLR and ChainedScheduler, also within each other, and wrappers of others' libraries
+        parts = [*getattr(scheduler, "_schedulers", ()), *getattr(scheduler, "__dict__", {}).values()]
+    for part in parts:
+        if isinstance(part, LRScheduler | list | tuple) and part is not scheduler:
+            refuse_plateau(part, otherwise)
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             "ReduceLROnPlateau wants a score at every step, and there is none to give it: use a scheduler "
             f"of the step alone (StepLR, CosineAnnealingLR), or {otherwise}"

@@ -83,9 +83,9 @@ def make_private(
     ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
     provided that the model is fed the loader's batch and each example's loss depends on that example alone. That is
     looked at in the first lots and in about 1 of 256 steps; means with weights or ignored targets, another reduction
-    than the declared one, and what a lot leaves for the next are refused. Unseen is what only other lots would show,
-    and what a loss takes from NumPy or from plain Python numbers. Batches, their sizes and losses stay private:
-    publish none of them.
+    than the declared one, rows that are mixed before the model, and what a lot leaves for the next are refused. Unseen
+    is what only other lots would show, and what a loss takes from NumPy or from plain Python numbers (`.item()`).
+    Batches, their sizes and losses stay private: publish none of them.
 
     `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. A loop that
     ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
@@ -319,6 +319,10 @@ class _LoopRun(Run):
         self.refuse_kept()
         self._beside = None
 
+    def keep_again(self) -> None:
+        """What changes from here on may be of a lot again."""
+        self._beside = None if self.keep_beside is None or self._closed else self.keep_beside()
+
     def take_iterate(self) -> None:
         """Take what the owner's last step made of the weights into the average; not with a lot in hand."""
         if self.average is None:
@@ -374,7 +378,7 @@ class _LoopRun(Run):
         self.take_iterate()
         self.forget_kept()
         self._begin()
-        self._beside = None if self.keep_beside is None else self.keep_beside()
+        self.keep_again()
         self._buffers = KeptState(self._model, (), self._parameters)
         lot = self._drawn = super().draw(self._promised()[0].sampling_rate)
         if self._microbatch is None:

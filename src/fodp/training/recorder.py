@@ -331,6 +331,9 @@ class Recorder(Engine):
             return
         self._model_called = True
         rows = len(self.lot.indices)
+        if rows and self._tape is not None:
+            with self._quietly():
+                self._coupling.refuse_inputs(self._tape, _outputs((args, kwargs)))
         if rows and (self._looked_at is self.lot or self.looks.due(self.step, self.look_again)):
             self._look(args, kwargs, self.lot)
         if rows and self._padded is not None:
