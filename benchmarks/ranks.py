@@ -1,11 +1,10 @@
 """What several processes cost and save: time of a step, bytes that are sent, memory, over gloo on this machine.
 
-    python benchmarks/ranks.py [--workloads mlp transformer] [--ranks 1 2 3] [--steps 30] [--sharded | --skips]
+    python benchmarks/ranks.py [--workloads mlp transformer] [--ranks 1 2 3] [--steps 30] [--skips]
 
 Strong scaling keeps the lot and adds ranks; weak scaling gives each rank as much. A rank has one thread. Bytes are
 those of the tensors that a rank hands to PyTorch, counted; what a ring or tree makes of them is gloo's. Times are
 medians of the slowest rank, by the clock and of its processor: where others use the machine, look at the second.
-`--sharded` divides the model by FSDP2's fully_shard and counts what a rank sends and remembers.
 `--skips` times drawing a lot of 10 and 100 million records.
 """
 
@@ -24,7 +23,6 @@ import torch.distributed as dist
 
 from fodp import Plan
 from fodp.noise import Streams
-from fodp.ranks import group
 from fodp.run import Run
 from fodp.sampling import PoissonSampler, poisson_indices
 from fodp_lab.bench.workloads import WORKLOADS
@@ -40,21 +38,18 @@ def resident() -> float:
 
 def counted(sent: dict[str, int]) -> None:
     """Count the bytes of every tensor that is handed to a collective."""
-    for where, name in (
-        *((dist, name) for name in ("reduce", "broadcast", "all_gather")),
-        *((group, name) for name in ("_all_gather", "_reduce_scatter")),
-    ):
-        collective = getattr(where, name)
+    for name in ("reduce", "broadcast", "all_gather"):
+        collective = getattr(dist, name)
 
         def counting(*args, collective=collective, name=name, **words):
-            tensor = args[0] if name in ("reduce", "broadcast") else args[1]
+            tensor = args[1] if name == "all_gather" else args[0]
             sent[name] = sent.get(name, 0) + tensor.numel() * tensor.element_size()
             return collective(*args, **words)
 
-        setattr(where, name, counting)
+        setattr(dist, name, counting)
 
 
-def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int, sharded: bool = False) -> dict:
+def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int) -> dict:
     torch.set_num_threads(1)
     if count > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -68,12 +63,7 @@ def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int,
         delta=1e-5, seed=0, params=dict(window=8),
     )  # fmt: skip
     torch.manual_seed(0)
-    model = what.model()
-    if sharded:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
-    run = Run(model, losses, data, plan)
+    run = Run(what.model(), losses, data, plan)
     for _ in range(3):  # two lots are looked at
         run.take_step()
     sent.clear()
@@ -86,7 +76,6 @@ def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int,
         "milliseconds": [1e3 * statistics.median(which) for which in zip(*times, strict=True)],
         "bytes": {name: total / steps for name, total in sent.items()},
         "parameters": run.engine.layout.size,
-        "remembered": sum(t.numel() * t.element_size() for t in (run.state._table, run.state._trend)),
     }
 
 
@@ -130,23 +119,6 @@ def steps_table(workloads: list[str], ranks: list[int], steps: int) -> None:
         print(f"{strong[0]['parameters']} parameters; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
-def sharded_table(workloads: list[str], ranks: list[int], steps: int) -> None:
-    for workload in workloads:
-        lot = WORKLOADS[workload].batch
-        print(f"\n{workload}, FO-DP-SGD K=8, lot {lot}, sharded")
-        print(
-            "| ranks | ms of a step, of the processor | bytes handed over: parameters, sum, meetings and scores | "
-            "remembered by the largest rank |\n| --- | --- | --- | --- |"
-        )
-        for count in (count for count in ranks if count > 1):
-            found = in_processes(count, workload, lot, steps, True)
-            slowest = ", ".join(f"{max(one['milliseconds'][which] for one in found):.1f}" for which in (0, 1))
-            sent = found[0]["bytes"]
-            told = [f"{sent.get(name, 0):,.0f}" for name in ("_all_gather", "_reduce_scatter", "all_gather")]
-            print(f"| {count} | {slowest} | {', '.join(told)} | {max(one['remembered'] for one in found):,} |")
-        print(f"{found[0]['parameters']} parameters; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-
-
 def skips_table() -> None:
     print("\n| records | by | ms a lot of 1000 | MB |\n| --- | --- | --- | --- |")
     for size in (10**7, 10**8):
@@ -170,14 +142,11 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mlp", "transformer"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--skips", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.skips:
         skips_table()
-    elif options.sharded:
-        sharded_table(options.workloads, options.ranks, options.steps)
     else:
         steps_table(options.workloads, options.ranks, options.steps)
     return 0

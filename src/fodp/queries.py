@@ -67,11 +67,6 @@ class Query:
         """Whether the value, or a part of it, is kept in another type than its release has."""
         return any(term.dtype != self.dtype for _, term in self._terms)
 
-    @property
-    def is_number(self) -> bool:
-        """Whether the value is a single number, not a vector."""
-        return self._like.dim() == 0
-
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Room for a release, not yet filled."""
         return torch.empty_like(self._like, dtype=dtype)

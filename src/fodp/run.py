@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,12 +20,10 @@ from fodp.clipping.batches import Keyed, Parts, repeat, take
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.engine import HERE, Engine, LossFunction, Points
 from fodp.clipping.gradients import Gradients
-from fodp.clipping.layout import GradientBuffer
 from fodp.clipping.maps import Factor, share
 from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_other_gradient
 from fodp.clipping.remembered import Outside
 from fodp.draws import Source
-from fodp.memory import FractionalMemory
 from fodp.methods.parts.adaptive_clip import AdaptiveClip
 from fodp.methods.parts.averages import RunningAverage
 from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
@@ -34,8 +31,6 @@ from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
 from fodp.noise.banded import BandedNoise
-from fodp.noise.ranges import RangedStreams
-from fodp.noise.release import Noise
 from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.prefetching import Ahead, workers_for
@@ -43,8 +38,6 @@ from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
-from fodp.ranks.fsdp import is_sharded
-from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.repeats import warn_of_equal_rows
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
 from fodp.shaping import Shaping
@@ -104,10 +97,8 @@ class Run:
             raise PrivacyError(f"the plan states {wanted}, these are {streams}: leave streams out, or mend the plan")
         refuse_wrapped(model)
         self.ranks = here()
-        self.shards = self._divided(model, plan)
-        with self.whole():
-            self.engine = Engine(model, loss_fn, engine)
-            self._parameters = tuple(model.parameters())
+        self.engine = Engine(model, loss_fn, engine)
+        self._parameters = tuple(model.parameters())
         self._fetcher = Fetcher(dataset, collate_fn, owners)
         self._own_collate, self._widths = self._fetcher.batched_by is not None, Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
@@ -121,19 +112,16 @@ class Run:
                 "unit='person' in one process"
             )
         options = dict(copies=copies, augment=augment is not None, engine=engine, loss=type(loss_fn).__name__)
-        with self.whole():
-            self.ranks.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, self._fetcher, options))
+        self.ranks.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, self._fetcher, options))
         self.streams = self.ranks.shared(streams)
-        # The first rank draws the noise, under a key of its own; of a divided model every rank that of its slices.
-        apart = self.streams is not streams and self.shards is None
-        self._noise_streams = streams if apart else None  # None: as all draws
+        # The first rank draws the noise, under a key of its own.
+        self._noise_streams = streams if self.streams is not streams else None  # None: as all draws
         self._microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
         self._copies = _checks.whole("copies", copies)
         self._sampler = self._made_sampler(owners)
         self._ahead = self._read_ahead(self._fetcher, workers_for(num_workers, pin_memory), pin_memory)
         self._augmentation = None if augment is None else Augmentation(augment, self._copies)
-        with self.whole():
-            self._watched = [self.engine.outside, Outside([augment, collate_fn], model, parts=False)]
+        self._watched = [self.engine.outside, Outside([augment, collate_fn], model, parts=False)]
         self._public_score = public_score
         self.add_noise: Callable[..., Tensor] = exact.release if plan.exact_noise else release.release
         self.method = plan.algorithm
@@ -146,11 +134,6 @@ class Run:
         if parts.clip is not None:
             shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
             self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
-        if self.shards is not None:
-            for part in (self.state, self.filter):
-                memory = getattr(part, "memory", part)
-                if isinstance(memory, FractionalMemory):
-                    memory.over_ranks = self.shards.add
         self.average = None if parts.average is None else RunningAverage(parts.average)
         self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
         self.last_fresh: tuple[Tensor, float] | None = None  # the step's last release, before a memory, and its std
@@ -163,25 +146,9 @@ class Run:
         self.last_clip_norm: float = plan.clip_norm  # of the step that was taken last
         self._begin()
 
-    def _divided(self, model: nn.Module, plan: Plan) -> Shards | None:
-        """The slices of a model that FSDP2 has divided; None: it is whole on every rank."""
-        divided = is_sharded(model)
-        # Before anything is gathered: a rank that does not take part would be waited for in vain.
-        self.ranks.compare(lambda _: {"whether the model is sharded (fully_shard)": b"%d" % divided})
-        if not divided:
-            return None
-        refuse_unfit_for_slices(plan)
-        return Shards(model, self.ranks)
-
     @property
-    def _noise(self) -> Noise:
-        if self.shards is not None:
-            return RangedStreams(self.streams, self.shards.slices.ranges)
+    def _noise(self) -> Streams:
         return self._noise_streams or self.streams
-
-    def whole(self) -> AbstractContextManager[None]:
-        """The model with all of its parameters here; if it is divided, all ranks must enter together."""
-        return nullcontext() if self.shards is None else self.shards.whole()
 
     def _made_sampler(self, owners: Any) -> PoissonSampler:
         """Of what the plan's unit is: records, or people with the records that are theirs."""
@@ -255,7 +222,7 @@ class Run:
             raise PrivacyError(f"the plan's {self.plan.steps} steps are done; a longer run needs another plan")
         self._begin()
         try:
-            with self.ranks.together(), self.whole():
+            with self.ranks.together():
                 released = self._made_step()
         except BaseException:
             self.step += bool(self._lots)
@@ -356,10 +323,6 @@ class Run:
         self.engine.step, self.engine.look_again = self.step, self._looks_again()
         if self._own_collate and self._collate_looks.due(self.step, self._looks_again()):
             self._refuse_mixing_collate(lot)
-        if (
-            self.shards is not None and at is not HERE
-        ):  # passes are made at whole points, and a method knows its slices of them
-            at = tuple((c, None if offset is None else self.shards.slices.gather(offset)) for c, offset in at)
         return self._asked(self._batch(lot), lot, at, blocks)
 
     def _asked(self, batch: Any, lot: Lot, at: Points = HERE, blocks: Sequence[float] | None = None) -> Gradients:
@@ -374,8 +337,7 @@ class Run:
             exact=self.plan.exact_noise,
             layers=self.layers,
             stability=self.method.parts.stability,
-            total=self.ranks.total if self.shards is None else self.shards.total,
-            sizes=None if self.shards is None else self.shards.slices.sizes,
+            total=self.ranks.total,
         )
         asked = asked if self._shape is None else asked.shaped(self._shape.factors(self.step))
         return asked if blocks is None else asked.scaled(blocks)
@@ -531,14 +493,11 @@ class Run:
         return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
     def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
-        """One release for all ranks, made on the first; of a vector in slices, each rank makes its own."""
+        """One release for all ranks, made on the first."""
         source = noise or self._noise
-        if self.shards is not None and not query.is_number:
-            released = self.add_noise(query, std, source, self.step, name)
-        else:
-            released = self.ranks.from_first(
-                lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
-            )
+        released = self.ranks.from_first(
+            lambda: self.add_noise(query, std, source, self.step, name), lambda: query.empty(query.dtype)
+        )
         if self.witness is not None:
             self.witness.see(released)
         return released
@@ -594,37 +553,21 @@ class Run:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """The parameters that an optimizer moves, in their order in a flat vector; divided ones of a divided model."""
-        return self.engine.layout.parameters if self.shards is None else self.shards.trained
+        """The parameters that an optimizer moves, in their order in a flat vector."""
+        return self.engine.layout.parameters
 
     @property
     def size(self) -> int:
-        """How many numbers a release has here: the model's, or those of this rank's slices."""
-        return self.engine.layout.size if self.shards is None else self.shards.slices.size
+        """How many numbers a release has."""
+        return self.engine.layout.size
 
     def parameters(self) -> Tensor:
-        """The model's trainable parameters as one flat vector; this rank's slices of them, if it has slices."""
-        return self.engine.layout.read() if self.shards is None else self.shards.read()
+        """The model's trainable parameters as one flat vector."""
+        return self.engine.layout.read()
 
     def set_parameters(self, flat: Tensor) -> None:
         """Put back what `parameters` gave."""
-        if self.shards is None:
-            self.engine.layout.write(flat)
-        else:
-            self.shards.write(flat)
-
-    def norm(self, vector: Tensor) -> Tensor:
-        """The ℓ2 norm of a release, or of anything else of its form: over all ranks where each has slices."""
-        return vector.norm() if self.shards is None else self.shards.norm(vector)
-
-    def is_finite(self) -> bool:
-        """Whether all trainable parameters are; all ranks must ask."""
-        here = bool(self.parameters().isfinite().all())
-        return here if self.shards is None else self.shards.add([float(not here)])[0] == 0
-
-    def gradient_buffer(self) -> GradientBuffer | ShardedGradients:
-        """Where releases become gradients."""
-        return GradientBuffer(self.engine.layout) if self.shards is None else ShardedGradients(self.shards)
+        self.engine.layout.write(flat)
 
     def uniform(self, count: int, name: str) -> Tensor:
         """Uniform numbers in [0, 1) from the run's own stream, the same on all ranks."""
@@ -636,8 +579,7 @@ class Run:
         if self._public_score is None:
             raise PrivacyError(f"{self.plan.method} scores proposals on public data: give the Trainer public_score")
         score = self._public_score
-        with self.whole():
-            return self.ranks.number(lambda: float(score()))
+        return self.ranks.number(lambda: float(score()))
 
     def state_dict(self, *, views: bool = False) -> dict[str, Any]:
         """Method state, filter and clip norm: releases and public numbers only.
@@ -723,35 +665,6 @@ class Run:
 
     def _promised(self) -> tuple[Event, ...]:
         return self.plan.events_at(self.step)
-
-
-def refuse_unfit_for_slices(plan: Plan) -> None:
-    """Raise for what a divided model cannot be trained with."""
-    kind = type(plan.algorithm)
-    if plan.exact_noise:
-        raise ConfigurationError("exact noise is drawn whole, by one rank: leave exact_noise out, or the model whole")
-    shape, average = plan.algorithm.parts.shape, plan.algorithm.parts.average
-    if shape is not None and shape.shape in ("kronecker", "transcript"):
-        raise ConfigurationError(
-            f"shape={shape.shape!r} learns from whole releases or models, and ranks hold slices: use shape='fan-in', "
-            "numbers of your own, or leave the model whole"
-        )
-    if average is not None:
-        raise ConfigurationError(
-            "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
-            "WeightAverage, or leave the model whole"
-        )
-    if plan.algorithm.parts.rates.follows:
-        raise ConfigurationError(
-            "rate_rule='transcript' compares whole releases with the iterate, and ranks hold slices: leave rate_rule "
-            "out, or the model whole"
-        )
-    if not (kind.__module__.startswith("fodp.methods.") or vars(kind).get("takes_slices", False)):
-        raise ConfigurationError(
-            f"{plan.method} is no method of this library, and on a sharded model its step would see slices of releases "
-            "and parameters: take norms with run.norm, keep vectors of a release's form in flat tensors, then set "
-            "takes_slices = True on the class"
-        )
 
 
 class _Scheduled:

@@ -13,7 +13,6 @@ from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods import METHODS
 from fodp.methods.parts import rate_rules
 from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
-from fodp.run import refuse_unfit_for_slices
 from fodp.training import fitting
 from methods_for_tests import delete_one, let_rate_rules_hear_clean_sums, network, plan, trainer, trajectory
 
@@ -302,12 +301,6 @@ def test_a_plan_without_one_is_the_plan_from_before():
 def test_what_it_does_not_understand_is_refused(method, params, says):
     with pytest.raises(ConfigurationError, match=says):
         plan(method, params)
-
-
-def test_it_is_not_for_slices_of_a_model():
-    with pytest.raises(ConfigurationError, match="ranks hold slices"):
-        refuse_unfit_for_slices(plan("dp-sgd", FOLLOWED))
-    refuse_unfit_for_slices(plan("dp-sgd"))
 
 
 def test_it_is_not_for_a_rate_of_ones_own():

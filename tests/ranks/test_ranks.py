@@ -250,16 +250,6 @@ def test_models_that_sum_gradients_themselves_are_refused():
     def wrapped(rank):
         with pytest.raises(fodp.ConfigurationError, match=r"give the plain model"):
             trainer(plan("dp-sgd"), torch.nn.parallel.DistributedDataParallel(network()))
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-
-        def divide(name, module, mesh):
-            for key, parameter in module._parameters.items():
-                module._parameters[key] = torch.nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
-
-        by_hand = distribute_module(network(), init_device_mesh("cpu", (2,)), divide)
-        with pytest.raises(fodp.ConfigurationError, match="DTensor divides a model"):
-            trainer(plan("dp-sgd"), by_hand)
         return "refused"
 
     assert in_ranks(2, wrapped) == ["refused"] * 2

@@ -111,16 +111,14 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
     return said
 
 
-def completed(
-    said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None, sharded: bool = False
-) -> dict[str, Any]:
+def completed(said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None) -> dict[str, Any]:
     """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
     from fodp.methods import recipe
 
     config = {**defaults, **(preset or {}), **said}
     if preset or _OF_THE_METHOD & said.keys():
         return config
-    params = recipe.fitting(exact_noise=bool(config.get("exact_noise")), sharded=sharded)
+    params = recipe.fitting(exact_noise=bool(config.get("exact_noise")))
     return {**config, "method": recipe.METHOD, "set": {k: v for k, v in params.items() if k not in said}}
 
 

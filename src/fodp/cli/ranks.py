@@ -11,8 +11,6 @@ from fodp import _checks
 from fodp._checks import ConfigurationError, PrivacyError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fodp.ranks import Alone
 
 SECONDS = 300.0  # that ranks wait for each other
@@ -41,15 +39,6 @@ def joined(seconds: float | None) -> Iterator["Alone | None"]:
             dist.barrier()  # a rank that leaves first breaks the connection that another may still be using
     finally:
         leave()
-
-
-def divide(model: "nn.Module", ranks: "Alone") -> None:
-    """Let every rank hold its rows of each parameter alone, by FSDP2."""
-    from torch.distributed.fsdp import fully_shard
-
-    if ranks.count == 1:
-        raise ConfigurationError("--sharded divides the model among ranks, and there is one: start several by torchrun")
-    fully_shard(model)
 
 
 def _join(wait: timedelta) -> None:

@@ -19,7 +19,7 @@ from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, public_sample, use_threads
 from fodp.cli.ledger import parse_budget, with_ledger
-from fodp.cli.ranks import divide, joined
+from fodp.cli.ranks import joined
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -63,7 +63,6 @@ _ANEW = (
     "no_budget",
     "wait",
     "rank_timeout",
-    "sharded",
 )
 _OF_THE_RUN = {"plan", "described", "run", "fodp", "card", "model_code"}  # written beside the options
 
@@ -96,7 +95,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
     add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
     add("--rank-timeout", type=float, metavar="SECONDS", help="under torchrun: wait so long for a rank, default 300")
-    add("--sharded", action="store_true", default=None, help="under torchrun: each rank holds a slice of the model")
     add("--out", metavar="DIR", help="run folder (default: a fresh one under runs/)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--json", action="store_true", help="the last line on stdout is the result as JSON")
@@ -160,8 +158,6 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     model = build(config["model"], splits.card)
     rehearse(config["model"], model, splits.card)
     model.to(device)
-    if options.sharded:
-        divide(model, ranks)
 
     callbacks: list[Callback] = [*_scoring(config, splits), CSVLog(folder.metrics)]
     if not options.quiet and ranks.is_first:
@@ -429,7 +425,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
         preset = dict(_PRESETS[options.preset])
         if "target_epsilon" in said and "noise_multiplier" not in said:
             del preset["noise_multiplier"]  # a target alone calibrates
-    config = completed(said, _DEFAULTS, preset, sharded=bool(options.sharded))
+    config = completed(said, _DEFAULTS, preset)
     config = with_ledger(config, options)
     _refuse_odd_options(config, options)
     return config

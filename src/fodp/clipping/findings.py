@@ -27,6 +27,10 @@ class Finding:
 def seen_from_outside(model: nn.Module) -> list[Finding]:
     """What can be told of a model without running it: errors and notes."""
     findings = [found for name, module in model.named_modules() for found in _look_at(name or "model", module)]
+    if _is_divided(model):
+        problem = "divided among processes (fully_shard, or DTensor parameters)"
+        advice = "train it unsharded, in one process or several: a sharded source comes back in the next release"
+        findings.append(Finding("error", "model", problem, advice))
     if not any(p.requires_grad for p in model.parameters()):
         problem = "no parameter is trainable"
         advice = "set requires_grad=True on what should be trained, of a frozen layer layer.requires_grad_(True)"
@@ -69,6 +73,13 @@ def refuse_errors(model: nn.Module) -> None:
         layers = any(f.level == "error" for name, module in model.named_modules() for f in _look_at(name, module))
         fix = ". fodp.fix(model) replaces such layers" if layers else ""
         raise ConfigurationError(f"this model cannot be trained privately: {lines}{fix}")
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """Whether parameters are in parts on several processes. After a forward pass FSDP2 leaves some whole for a while,
+    but its modules stay what they are."""
+    kinds = [kind for thing in (*model.modules(), *model.parameters()) for kind in type(thing).__mro__]
+    return any(kind.__name__ in ("FSDPModule", "DTensor") for kind in kinds)
 
 
 def _look_at(name: str, module: nn.Module) -> list[Finding]:

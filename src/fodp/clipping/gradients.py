@@ -46,8 +46,7 @@ class Gradients:
     by default the engine chooses, so that what it records stays small. Where the batch has owners, an example is an
     owner with all of their rows, whose gradients are averaged (or summed) before anything is clipped; nobody is split.
     `exact` sums over examples in float64, whatever the model's type is.
-    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`); where
-    it leaves a part of the sum here, `sizes` says how many numbers of each parameter.
+    `total` adds the sums of other processes to one of this process's examples, if there are any (`fodp.ranks`).
     `shape` holds public factors or maps, one per parameter, that scale its part of every gradient before clipping and
     that of the release after it. `stability` γ brings every gradient to the clip norm: C·g/(‖g‖ + γ).
     `layers` clips by layer: places of its parameters and its share of the bound, squared shares summing to one.
@@ -65,7 +64,6 @@ class Gradients:
     shape: tuple[Factor, ...] | None = None
     stability: float | None = None
     total: Callable[[Tensor], Tensor] = _as_it_is
-    sizes: tuple[int, ...] | None = None
     _kept: list["_Pass"] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -112,8 +110,7 @@ class Gradients:
                 del part  # before the next one is recorded
         blocks = None
         if self.shape is not None:
-            sizes = tuple(p.numel() for p in layout.parameters) if self.sizes is None else self.sizes
-            blocks = tuple(zip(sizes, self.shape, strict=True))
+            blocks = tuple((p.numel(), factor) for p, factor in zip(layout.parameters, self.shape, strict=True))
         return self._query(total if accumulate else total.zero_(), bound, blocks)
 
     def norm_sum(self, clip_norm: float) -> Query:

@@ -6,7 +6,6 @@ query structure"). A window K counts the present step: it looks back at lags 1 t
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +27,6 @@ def noise_floor(std: float, size: int, gamma: float) -> float:
     The scale on which κ and ζ mean something: below it a trend says nothing about the gradient.
     """
     return std * math.sqrt(size * gamma / (2 - gamma))
-
-
-def _as_they_are(squares: Weights) -> Weights:
-    return squares
 
 
 class UniformMemory(WindowMemory):
@@ -106,8 +101,6 @@ class FractionalMemory(WindowMemory):
         # ‖EMA‖, and ‖s̃ - EMA‖ by lag. On another device than the CPU they are tensors there, and nothing is read.
         self._trend_norm: float | Tensor = 0.0
         self._distances: Weights = []
-        # Where each process remembers slices of the releases: squares of all of them, from those of this one's.
-        self.over_ranks: Callable[[Weights], Weights] = _as_they_are
 
     def _mix_and_remember(self, vector: Tensor, weights: Weights, scale: float | None) -> None:
         """Also follow the trend, EMA₁ = s̃₀, then EMA ← γ·s̃ + (1-γ)·EMA, and take every release's distance to it."""
@@ -120,7 +113,7 @@ class FractionalMemory(WindowMemory):
         gamma = self.gamma if self._writes else 1.0
         newest, kept = self._writes % self._slots, min(self._slots, self._writes + 1)
         squares = mix_and_remember(vector, self._table, weights, scale, self._trend, gamma, newest, kept)
-        self._take_squares(self.over_ranks(squares), newest, kept)
+        self._take_squares(squares, newest, kept)
 
     def _take_squares(self, squares: Weights, newest: int, kept: int) -> None:
         """‖row - trend‖² of the rows and then ‖trend‖², as `mix_and_remember` gives them."""

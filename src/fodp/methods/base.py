@@ -332,9 +332,6 @@ class StepContext(Protocol):
     def parameters(self) -> Tensor:
         """The model's trainable parameters as one flat vector: public, made of releases."""
 
-    def norm(self, vector: Tensor) -> Tensor:
-        """The ℓ2 norm of a release or a vector like it, whole also where this process holds slices of it."""
-
     def noise_variance(self) -> float:
         """Variance per coordinate of the noise in what the optimizer gets."""
 
@@ -369,7 +366,6 @@ class Method:
     correlates_noise: ClassVar[bool] = False  # True: what `step` returns carries noise of earlier steps
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
-    takes_slices: ClassVar[bool] = False  # True, for this very class: its step is right on slices of a sharded model
     owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
     Params: ClassVar[type[CommonParams]] = CommonParams
 

@@ -60,7 +60,7 @@ class DPSAM(DPSGD):
         up = run.draw(name="ascent")
         a = run.release(up, run.gradients(up).clipped_sum(run.clip_norm), std * self.params.ascent_noise)
         lot = run.draw()
-        there = ((1.0, a.mul_(rho / (run.norm(a) + 1e-16))),)
+        there = ((1.0, a.mul_(rho / (a.norm() + 1e-16))),)
         gradients = run.gradients(lot) if rho == 0 else run.gradients(lot, at=there)
         clipped_sum = gradients.clipped_sum(run.clip_norm)
         std = run.adapt_clip(gradients, clipped_sum, std)

@@ -53,5 +53,5 @@ class DPSAT(DPSGD):
         std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
         release = run.release(lot, clipped_sum, std)
         if rho > 0:
-            state.ascent = release * (rho / (run.norm(release) + 1e-16))
+            state.ascent = release * (rho / (release.norm() + 1e-16))
         return release

@@ -14,12 +14,9 @@ PARAMS: Final[Mapping[str, Any]] = MappingProxyType(
 )  # bands and their order are the plan's choice: one band, which is DP-SGD, where more do not pay
 
 
-def fitting(*, exact_noise: bool = False, sharded: bool = False) -> dict[str, Any]:
-    """The parameters, without what a run cannot have: exact noise lies on a grid, and ranks with slices of a model
-    keep no average of it."""
+def fitting(*, exact_noise: bool = False) -> dict[str, Any]:
+    """The parameters, without what a run cannot have: exact noise lies on a grid, which takes one band."""
     params = dict(PARAMS)
     if exact_noise:
         params["bands"] = 1
-    if sharded:
-        del params["average"]
     return params

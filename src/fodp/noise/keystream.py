@@ -20,13 +20,10 @@ def encrypted(key: bytes, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 class Keystream:
-    """The pseudo-random bytes of a 32-byte key from byte `start` on, one after another, made by `cryptography`."""
+    """The pseudo-random bytes of a 32-byte key, one after another, made by `cryptography`."""
 
-    def __init__(self, key: bytes, start: int = 0):
-        block, within = divmod(start, _BLOCK)
-        if within:
-            raise ValueError(f"a keystream begins at a whole block of {_BLOCK} bytes, not at byte {start}")
-        self._cipher = Cipher(algorithms.AES256(key), modes.CTR(block.to_bytes(_BLOCK, "big"))).encryptor()
+    def __init__(self, key: bytes):
+        self._cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(_BLOCK))).encryptor()
 
     def fill(self, buffer: npt.NDArray[np.uint8], size: int) -> None:
         """Write the next bytes to the beginning of a buffer that is larger than `size` by the margin."""

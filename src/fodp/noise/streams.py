@@ -39,7 +39,6 @@ from fodp._checks import PrivacyError
 from fodp._forks import Owner
 from fodp.noise import chacha
 from fodp.noise.keystream import MARGIN, Keystream, encrypted
-from fodp.noise.ranges import Ranges
 
 Array = npt.NDArray[Any]
 
@@ -120,30 +119,6 @@ class Streams:
             host = torch.empty(out.shape, dtype=out.dtype)
             _fill_normal(host, checked, bits)
             return out.copy_(host)
-
-    def normal_ranges_(self, out: torch.Tensor, std: float, step: int, name: str, ranges: Ranges) -> torch.Tensor:
-        """Fill a flat `out` with some ranges of the draw of (step, name): bit for bit what `normal_` puts there.
-
-        Whoever holds a part of a vector draws its noise alone. In secure mode all ranges are drawn in one call.
-        """
-        checked = _checked(std, out.dtype)
-        if out.shape != (ranges.count,) or not out.is_contiguous():
-            raise PrivacyError(f"expected a flat vector of {ranges.count} entries, got shape {tuple(out.shape)}")
-        on_cpu = out.device.type == "cpu"
-        key, done = self._derive("normal" if on_cpu else "chacha", step, name), 0
-        if self._seed is None:
-            self._claim("normal", step, name)
-        with torch.no_grad():
-            out.zero_()
-            if not checked:
-                return out
-            if on_cpu:
-                _fill_ranges(out, checked, key, ranges)
-                return out
-            for begin, end in ranges.spans:
-                chacha.add_normals_(out[done : done + end - begin], checked, key, begin)
-                done += end - begin
-            return out
 
     def add_normal_(self, out: torch.Tensor, std: float, step: int, name: str) -> torch.Tensor:
         """Add independent draws from N(0, std²) to `out`, on the device where it is, by ChaCha20: in one pass.
@@ -276,22 +251,6 @@ def _fill_normal(out: torch.Tensor, std: float, bits: Keystream) -> None:
         else:
             block = out.detach().view(-1).numpy()[start : start + count]
             _normals(block, std, words[: 8 * pairs].view("<i8"), words[8 * pairs : length].view(angle_type))
-
-
-def _fill_ranges(out: torch.Tensor, std: float, key: bytes, ranges: Ranges) -> None:
-    """The same for ranges: each block that one reaches into is made whole, once, and cut."""
-    scratch = torch.empty(2 * PAIRS, dtype=out.dtype)
-    width, made, done = 8 + _ANGLE_WORDS[out.dtype].itemsize, -1, 0
-    for begin, end in ranges.spans:
-        while begin < end:
-            start = begin // (2 * PAIRS) * 2 * PAIRS
-            count = min(2 * PAIRS, ranges.size - start)
-            if start != made:
-                _fill_normal(scratch[:count], std, Keystream(key, start // 2 * width))
-                made = start
-            here = min(end, start + count) - begin
-            out[done : done + here] = scratch[begin - start : begin - start + here]
-            begin, done = begin + here, done + here
 
 
 def _normals(block: Array, std: float, radius_words: Array, angle_words: Array) -> None:

@@ -26,20 +26,13 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise for a model that sums gradients over ranks by itself, before they are clipped, or holds unknown shards.
-
-    What FSDP2 has divided is known (`fodp.ranks.shards`).
-    """
+    """Raise for a model that sums gradients over ranks by itself, before they are clipped."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     found = next((name for name in _WRAPPERS if name in kinds), None)
-    divided = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    if found is None and divided and "FSDPModule" not in kinds:
-        found = "DTensor"
     if found is not None:
         raise ConfigurationError(
             f"{found} divides a model or sums its gradients over processes without clipping: give the plain model, "
-            "whole on every rank (model.module of a wrapper), or one divided by FSDP2's fully_shard(model); ranks are "
-            "summed by fodp itself"
+            "whole on every rank (model.module of a wrapper); ranks are summed by fodp itself"
         )
 
 

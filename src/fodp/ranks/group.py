@@ -17,7 +17,7 @@ import hashlib
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import IntEnum
@@ -54,10 +54,10 @@ class Disagreement(ConfigurationError):
 class _Act(IntEnum):
     """What ranks meet for."""
 
-    COMPARE, SUM, SEND, TURN, END, GATHER, SCATTER, ADD = range(1, 9)
+    COMPARE, SUM, SEND, TURN, END = range(1, 6)
 
 
-_SIZED = (_Act.SUM, _Act.SEND, _Act.GATHER, _Act.SCATTER, _Act.ADD)  # all ranks must do these with as many numbers
+_SIZED = (_Act.SUM, _Act.SEND)  # all ranks must do these with as many numbers
 
 
 class Turn(NamedTuple):
@@ -107,18 +107,6 @@ class Alone:
         """A text that the first rank makes; it ends what ranks do together."""
         return make()
 
-    def added(self, numbers: Tensor) -> Tensor:
-        """The sum of all ranks' numbers, on every rank."""
-        return numbers
-
-    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Of each of some flat tensors, `size` numbers in all: those of all ranks, one after another."""
-        yield from parts
-
-    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Of each of some flat tensors: its sum over the ranks, in as many equal parts as there are, this rank's."""
-        yield from wholes
-
     def turn(self, said: Turn) -> Turn:
         """What all ranks do next, from what each of them wants."""
         return said
@@ -126,17 +114,9 @@ class Alone:
     def refuse_drift(self, parameters: Callable[[], Tensor]) -> None:
         """Raise if a rank's weights are no longer those of the first."""
 
-    def give_up(self) -> None:
-        """Tell the others that this rank has failed; nothing more can be done together."""
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """While in here, an exception on one rank ends all of them."""
-        yield
-
-    @contextmanager
-    def reached(self) -> Iterator[None]:
-        """While in here, a lost connection is another rank's end."""
         yield
 
 
@@ -227,34 +207,6 @@ class Group(Alone):
             dist.broadcast(sent, 0)
         return sent.cpu().numpy().tobytes().decode()
 
-    def added(self, numbers: Tensor) -> Tensor:
-        """An all-reduce of a few numbers in float64; what was given stays as it is."""
-        self._meet(_Act.ADD, numbers.numel())
-        there = numbers.to(self._device, torch.float64, copy=True)
-        with self.reached():
-            dist.all_reduce(there)
-        return there.to(numbers)
-
-    def gathered(self, parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """All-gathers, after one meeting for all of them."""
-        self._meet(_Act.GATHER, size)
-        for part in parts:
-            there = part.to(self._device)
-            whole = there.new_empty(self.count * there.numel())
-            with self.reached():
-                _all_gather(whole, there)
-            yield whole.to(part.device)
-
-    def scattered(self, wholes: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-        """Reduce-scatters, after one meeting for all of them."""
-        self._meet(_Act.SCATTER, size)
-        for whole in wholes:
-            there = whole.to(self._device)
-            part = there.new_empty(there.numel() // self.count)
-            with self.reached():
-                _reduce_scatter(part, there)
-            yield part.to(whole.device)
-
     def turn(self, said: Turn) -> Turn:
         """Stop if anybody was asked to; where the run ends is the first rank's to say, who has the ledger."""
         turns = [
@@ -290,15 +242,11 @@ class Group(Alone):
         try:
             yield
         except BaseException:
-            self.give_up()
+            if self._over is None:
+                with suppress(RankLost):
+                    self._meet(_Act.END, failed=True)
+                self._over = f"rank {self.rank} has ended with an exception"
             raise
-
-    def give_up(self) -> None:
-        """They are told when they meet next."""
-        if self._over is None:
-            with suppress(RankLost):
-                self._meet(_Act.END, failed=True)
-            self._over = f"rank {self.rank} has ended with an exception"
 
     def _meet(self, act: _Act, *values: int, failed: bool = False) -> list[list[int]]:
         """Tell all ranks what this one does next; what each of them said, if all do the same and none has failed."""
@@ -346,15 +294,6 @@ class Group(Alone):
             raise RankLost(
                 f"{self._over} ({first}): this rank ends too; what was used stays charged, and the run can be resumed"
             ) from error
-
-
-def _all_gather(whole: Tensor, part: Tensor) -> None:
-    """By its newer name where PyTorch has that."""
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part)
-
-
-def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole)
 
 
 # Weak: what holds PyTorch's group keeps its threads alive after destroy_process_group, and such a thread that frees

@@ -64,7 +64,7 @@ class LastFailure(TorchFunctionMode):
 
 def explain_step(run: "Run", error: BaseException) -> DataError | None:
     """What to raise instead of an exception of a step; None where it is about no record."""
-    if run.shards is not None or not run._lots:
+    if not run._lots:
         return None
     return explain(run, run._lots[-1].indices.tolist(), error)
 

@@ -40,8 +40,6 @@ class Callback:
 
     # Those of a lower order are called first: 0 makes scores, 1 reads them, 2 writes everything down.
     order = 0
-    # False saves a sharded run from making the model whole for it (`fodp.training.attending`).
-    looks_at_model = True
 
     def public_data(self) -> Iterable[Any]:
         """The data that it takes as public: a fit that trains on rows of it is refused before its first step."""
@@ -197,7 +195,6 @@ class EarlyStopping(Callback):
     """
 
     order = 1
-    looks_at_model = False
 
     def __init__(self, metric: str = "accuracy", patience: int = 5, mode: str = "max"):
         self.metric, self.patience = metric, _checks.whole("patience", patience)
@@ -242,7 +239,6 @@ class CSVLog(Callback):
     """
 
     order = 1
-    looks_at_model = False
     FIELDS = ("epoch", "step", "epsilon")
 
     def __init__(self, path: str | Path):
@@ -323,7 +319,6 @@ class TensorBoard(Callback):
     """
 
     order = 1
-    looks_at_model = False
 
     def __init__(self, folder: str | Path):
         need("tensorboard", "the callback TensorBoard", extra="tensorboard")
@@ -352,7 +347,6 @@ class Checkpoint(Callback):
     """
 
     order = 2
-    looks_at_model = False
 
     def __init__(self, path: str | Path, every: int = 1, share: float = 1.0):
         self.path, self.every, self.share = Path(path), _checks.whole("every", every), _checks.fraction("share", share)
@@ -397,8 +391,6 @@ class Checkpoint(Callback):
 
     def _with_weights(self, trainer: "Trainer", error: PrivacyError) -> PrivacyError:
         """The last checkpoint could not be written: save the weights at least, which are far smaller."""
-        if trainer.run.shards is not None:
-            return PrivacyError(f"{error}. What was trained since that checkpoint is lost: no rank has all of it")
         file = self.path.with_name("weights.safetensors")
         give_room_back(self.path)
         try:
@@ -414,7 +406,6 @@ class Progress(Callback):
     """A bar on the terminal with the public score and ε so far."""
 
     order = 1
-    looks_at_model = False
 
     def __init__(self) -> None:
         from rich.console import Console

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fodp.training.trainer import Trainer
 
 FORMAT = 8  # raised whenever a part of the state gets another form
-SHARDED_FORMAT = 9  # the same with slices in a folder beside it (`fodp.training.sharded`)
 _DIGEST = 32  # bytes at the end of the file
 _AT_ONCE = 2**22  # bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -157,8 +156,6 @@ def _refuse_other_ledger(trainer: "Trainer | LoopKeeper", saved: dict[str, Any])
 
 def make_room_for_all(trainer: "Trainer", path: Path) -> None:
     """Before the first release, take the room on the disk that later checkpoints need: the first one is far smaller."""
-    if trainer.run.shards is not None:
-        return  # each rank writes its slices itself, perhaps on another machine
     later = path.stat().st_size + trainer.run.bytes_when_full() + _optimizer_bytes(trainer)
     try:
         make_room(path, later)
@@ -256,7 +253,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except Exception as error:  # a damaged file can raise almost anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LedgerError(f"the checkpoint {path} is damaged or not ours ({reason}); restore a copy of it") from None
-    if not isinstance(content, dict) or content.get("format") not in (FORMAT, SHARDED_FORMAT):
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         kind = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise LedgerError(
             f"the checkpoint {path} has format {kind!r}, this version reads {FORMAT}: go on with the version that "

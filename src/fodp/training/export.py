@@ -14,7 +14,7 @@ from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.accounting.budget import RenyiBudget
 from fodp.ledger import Ledger
 from fodp.plan import Plan
-from fodp.training import checkpoint, sharded
+from fodp.training import checkpoint
 from fodp.training.exported import prediction_notes
 from fodp.training.fitting import stated_epsilon
 from fodp.training.folder import RunFolder
@@ -28,7 +28,7 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
             f"{folder.path} is not the folder of a run (no {folder.checkpoint.name}): name the one that `fodp train` "
             "printed, or said with --out"
         )
-    saved = sharded.whole(checkpoint.load(folder.checkpoint), folder.checkpoint)
+    saved = checkpoint.load(folder.checkpoint)
     try:
         plan = Plan(**saved["plan"])
         _checks.whole("step", saved["step"], minimum=0)

@@ -141,8 +141,7 @@ def _automatic_rate(run: Run) -> float:
     signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
     walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
     shares = [run.noise_share(parameter) if plain else 1.0 for parameter in run.trained]
-    with run.whole():
-        relative = relative_noise(zip(run.engine.layout.parameters, shares, strict=True))
+    relative = relative_noise(zip(run.trained, shares, strict=True))
     return automatic_rate(method.params.auto_ratio, walk, relative)
 
 

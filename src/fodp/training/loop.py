@@ -28,7 +28,6 @@ from fodp.ledger import Account, Ledger
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.prefetching import workers_for
 from fodp.ranks import refuse_other_group
-from fodp.ranks.fsdp import is_sharded
 from fodp.run import Run
 from fodp.sampling import Collate, Fetcher, Lot
 from fodp.training.averaged import AveragedWeights
@@ -140,11 +139,6 @@ def make_private(
     warn_of_large_rates(optimizer)
     if any(part in _taken for part in (optimizer, *model.modules())):
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
-    if is_sharded(model):
-        raise ConfigurationError(
-            "a loop of your own calls a sharded model by itself, and FSDP would sum gradients over ranks before they "
-            f"are clipped: give the plain model, or {TRAINER}"
-        )
     refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
     recorder = Recorder(model, loss_reduction == "mean")
     run = _LoopRun(

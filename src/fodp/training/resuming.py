@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
-from fodp.training import checkpoint, sharded
+from fodp.training import checkpoint
 from fodp.training.scores import Metrics
 
 if TYPE_CHECKING:
@@ -62,5 +62,4 @@ class LoopKeeper:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of the same plan."""
-        saved = checkpoint.load(path, self.run.engine.layout.device)
-        checkpoint.restore(self, sharded.fitted(saved, path, self))
+        checkpoint.restore(self, checkpoint.load(path, self.run.engine.layout.device))

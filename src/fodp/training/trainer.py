@@ -20,14 +20,14 @@ from fodp._checks import BudgetError, ConfigurationError, LedgerError, PrivacyEr
 from fodp._words import in_our_words
 from fodp.clipping.augmentation import Augment
 from fodp.clipping.engine import LossFunction
+from fodp.clipping.layout import GradientBuffer
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.private_data import PrivateData
 from fodp.ranks import Turn, refuse_other_group
 from fodp.run import Run
 from fodp.sampling import Collate
-from fodp.training import checkpoint, sharded
-from fodp.training.attending import ask_for_slices, attended
+from fodp.training import checkpoint
 from fodp.training.averaged import AveragedWeights
 from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.bookkeeping import open_account
@@ -169,11 +169,9 @@ class Trainer:
         self._jumped_to_the_end = self._out_of_budget = False
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._begun = 0  # the step that is under way
-        self._deserted = False  # a sharded run has broken off: nothing can be done together any more
-        self._attended = False  # the other ranks wait for what this one's callbacks need of them
         self._refused: str | None = None  # what made a step of this run impossible
         self._weights = AveragedWeights(self.run)
-        self._gradients = self.run.gradient_buffer()
+        self._gradients = GradientBuffer(self.run.engine.layout)
         self._trained = {id(parameter) for parameter in self.run.trained}
         self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
 
@@ -250,16 +248,14 @@ class Trainer:
         lost but stays charged (`lost_steps`), and another `fit()` goes on with the next one. A refusal
         (`PrivacyError`) in a step is the end of the run.
 
-        In a process group all ranks must call it. They stop after the same step, and what ends one ends all. A model
-        that FSDP2 has divided (`fully_shard`) is trained in slices, and is divided again afterwards (docs/scaling.md).
+        In a process group all ranks must call it. They stop after the same step, and what ends one ends all.
         """
         ranks = self.run.ranks
         with ranks.together():
             self._weights.put_back()
             self._train()
             self._weights.put_in()
-            is_finite = self.run.is_finite()
-            return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result(is_finite))))))
+            return Result(**json.loads(ranks.text(lambda: json.dumps(asdict(self._result())))))
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within it the model is the average of its iterates, if the plan has one and it has begun: for scores."""
@@ -274,25 +270,20 @@ class Trainer:
         if not self.allow_non_finite:
             refuse_non_finite(self._dataset)
         self._refuse_private_scores()
-        with self.run.whole():
-            if self.step == 0:
-                rehearse(self.run, self._dataset)
-            self._fix_the_end()
-            if self.ledger is not None and self._account is None:
-                self._account = self._new_account(self.ledger)
+        if self.step == 0:
+            rehearse(self.run, self._dataset)
+        self._fix_the_end()
+        if self.ledger is not None and self._account is None:
+            self._account = self._new_account(self.ledger)
         self.run.witness = witness_of(self.run, self._account)
-        self._out_of_budget = self._deserted = False
+        self._out_of_budget = False
         with orderly_stop(self._asked_to_stop):
             try:
                 try:
                     self._call("on_start")
                     self._take_steps()
-                except BaseException as error:
-                    # It breaks off at once, or others who hold slices are gone: nothing more is saved.
-                    self._deserted = self.run.shards is not None
-                    self.between_steps &= not (self._deserted or isinstance(error, KeyboardInterrupt))
-                    if self._deserted:
-                        self.run.ranks.give_up()  # the others must not take what callbacks do now for an answer
+                except KeyboardInterrupt:
+                    self.between_steps = False  # it breaks off at once: nothing more is saved
                     raise
                 finally:
                     self.run.close_workers()
@@ -314,7 +305,7 @@ class Trainer:
             private.refuse_reaching(type(callback).__name__, callback)
             self._compared.append(callback)
 
-    def _result(self, is_finite: bool) -> Result:
+    def _result(self) -> Result:
         if self.step == self.plan.steps:
             reason = "finished"
         elif self._out_of_budget:
@@ -323,7 +314,7 @@ class Trainer:
             stopped = "stopped early" if self._stopped_early and not self.interrupted else "interrupted"
             reason = "target reached" if self.step >= self.last_step else stopped
         epsilon = self.stated_epsilon()
-        if not is_finite:
+        if not self.run.parameters().isfinite().all():
             raise PrivacyError(
                 "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
                 f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
@@ -352,14 +343,8 @@ class Trainer:
         self._stopped_early, self.last_step, self._out_of_budget = turn.stopped, turn.last_step, turn.out_of_budget
         goes_on = self.step < turn.last_step and not (turn.signal or turn.stopped)
         if self.step % self.steps_per_epoch == 0 or not goes_on:
-            self.run.ranks.refuse_drift(self.run.parameters if self.run.shards is None else self._common_numbers)
+            self.run.ranks.refuse_drift(self.run.parameters)
         return goes_on
-
-    def _common_numbers(self) -> torch.Tensor:
-        """What ranks must have in common where each holds other weights: the optimizer's numbers and the clip norm."""
-        groups = [value for group in self.optimizer.param_groups for name, value in group.items() if name != "params"]
-        numbers = [float(value) for value in groups if isinstance(value, int | float | torch.Tensor)]
-        return torch.tensor([float(self.run.clip_norm), *numbers], dtype=torch.float64)
 
     def stop_early(self) -> None:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
@@ -453,9 +438,8 @@ class Trainer:
         return sorted(self.callbacks, key=lambda callback: callback.order)
 
     def _call(self, moment: str) -> None:
-        with attended(self, moment):
-            for callback in self._ordered_callbacks():
-                getattr(callback, moment)(self)
+        for callback in self._ordered_callbacks():
+            getattr(callback, moment)(self)
         if moment == "on_epoch":
             self.metrics.new.clear()
 
@@ -464,31 +448,25 @@ class Trainer:
         failed: Exception | None = None
         if not self.run.is_here:
             return  # a fork in the middle of a fit: the files are its parent's
-        with attended(self, "on_stop"):
-            for callback in self._ordered_callbacks():
-                try:
-                    callback.on_stop(self)
-                except Exception as error:
-                    failed = failed or error
-        if failed is not None and not self._deserted:  # else what went wrong first is what counts
+        for callback in self._ordered_callbacks():
+            try:
+                callback.on_stop(self)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
             raise failed
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key.
 
-        In a process group the first rank writes, and the others do nothing. Of a sharded model all ranks must call it,
-        and write their slices (`fodp.training.sharded`); callbacks, which the first rank has alone, may call it there.
+        In a process group the first rank writes, and the others do nothing.
         """
+        if not self.run.ranks.is_first:
+            return
         account, step = self._account, self.step
         noted = None if account is None else lambda digest: account.note_checkpoint(step, digest)
-        if self.run.shards is not None:
-            if self._deserted:
-                raise checkpoint.NotWritten(f"{path} was not written: this sharded run has broken off on its ranks")
-            ask_for_slices(self, Path(path))
-            sharded.save(Path(path), self, noted)
-        elif self.run.ranks.is_first:
-            with self.averaged():
-                checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
+        with self.averaged():
+            checkpoint.save(Path(path), checkpoint.snapshot(self), noted)
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same plan.
@@ -506,7 +484,7 @@ class Trainer:
         with ranks.together():
             saved = checkpoint.load(Path(path), self.run.engine.layout.device)
             ranks.compare(lambda _: {"the checkpoint": saved["digest"].encode()})
-            checkpoint.restore(self, sharded.fitted(saved, Path(path), self))
+            checkpoint.restore(self, saved)
             # Only the first rank has the ledger, which knows of steps that were used after the checkpoint.
             self.run.step, self.lost_steps, self._jumped_to_the_end = json.loads(
                 ranks.text(lambda: json.dumps([self.run.step, self.lost_steps, self._jumped_to_the_end]))

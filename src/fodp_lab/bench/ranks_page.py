@@ -8,7 +8,6 @@ from fodp_lab.bench.needs import settings
 
 BEGIN = "<!-- begin: {}, written by `python tests/scaling_page.py` -->"
 END = "<!-- end: {} -->"
-RANKS = (8, 512)
 _TITLES = {"mlp": "the paper's MLP", "transformer": "a transformer"}
 
 
@@ -55,26 +54,16 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def needs() -> str:
-    """What each of 8 and of 512 ranks would hold and send."""
+    """What each rank would hold and send, however many there are."""
     lines = [
-        "| 10⁹ parameters | state | "
-        + " | ".join(f"{ranks} GPUs: releases / all, GB each" for ranks in RANKS)
-        + " | handed over in a step, GB |",
-        "| --- | --- | " + "--- | " * len(RANKS) + "--- |",
+        "| 10⁹ parameters | releases, GB | all, GB | sent and received in a step, GB |",
+        "| --- | --- | --- | --- |",
     ]
     for setting in settings():
-        what = (
-            setting.what
-            if setting.trainable == setting.parameters
-            else f"{setting.what}, {setting.trainable / 1e6:g} million"
-        )
-        held = []
-        for ranks in RANKS:
-            parts = setting.held(ranks)
-            held.append(f"{_gb(parts['releases'])} / {_gb(sum(parts.values()))}")
-        state = "sharded" if setting.sharded else "replicated"
-        sent = sorted({_gb(setting.sent(ranks)) for ranks in RANKS}, key=float)
-        lines.append(f"| {what} | {state} | {' | '.join(held)} | {' to '.join(sent)} |")
+        some = "" if setting.trainable == setting.parameters else f", {setting.trainable / 1e6:g} million"
+        held = setting.held()
+        numbers = " | ".join(_gb(amount) for amount in (held["releases"], sum(held.values()), setting.sent()))
+        lines.append(f"| {setting.what}{some} | {numbers} |")
     return "\n".join(lines)
 
 
