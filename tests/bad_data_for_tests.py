@@ -45,6 +45,7 @@ IN_MEMORY = {
     "float labels": (TensorDataset(INPUTS, LABELS.float()), r"float32 labels.*labels\.long\(\)"),
     "double labels": (TensorDataset(INPUTS, LABELS.double()), r"float64 labels.*labels\.long\(\)"),
     "int32 labels": (TensorDataset(INPUTS, LABELS.int()), r"int32 labels.*labels\.long\(\)"),
+    "one-hot labels": (TensorDataset(INPUTS, torch.eye(CLASSES).long()[LABELS]), r"labels\.argmax\(1\)"),
     "labels in a column": (TensorDataset(INPUTS, LABELS[:, None]), r"labels\.squeeze\(1\)"),
     "double inputs": (TensorDataset(INPUTS.double(), LABELS), r"float64 numbers.*inputs\.to\(torch\.float32\)"),
     "whole inputs": (TensorDataset(INPUTS.to(torch.uint8), LABELS), r"uint8 numbers.*inputs\.to\(torch\.float32\)"),
@@ -64,7 +65,10 @@ WITH_A_LOSS = {
         Subset(labelled(7), range(10, 40)),
         "record 7 of the data set has a label outside",
     ),
-    "label out of range, in a ConcatDataset": (ConcatDataset([Subset(labelled(7), [0]), labelled(9)]), "record 18"),
+    "label out of range, in a ConcatDataset": (
+        ConcatDataset([TensorDataset(INPUTS[:1] + 1, LABELS[:1]), labelled(9)]),
+        "record 18",
+    ),
     "label out of range, in a list": (rows((INPUTS[0], 7)), OUTSIDE),
 }
 # Of data that is read record by record: refused when the record is drawn, which costs that step.

@@ -624,9 +624,17 @@ def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fodp.sources.coupling.Coupling.refuse", lambda *_: None)
 
 
+def own_inputs_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling.refuse_inputs", lambda *_: None)
+
+
 def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
     own_losses_not_looked_at(patch)
     patch.setattr("fodp.sources.between._WITH_COUNTS", ())
+
+
+def losses_over_padding_let_through(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fodp.training.coupling.Coupling._effect_of_padding", lambda *_: "")
 
 
 def earlier_lots_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -761,6 +769,12 @@ UNSEEN = (
         wider_lots_not_looked_at,
     ),
     Unseen(
+        "a loss of one's own over padded positions",
+        "training/test_padding.py::test_a_loss_of_ones_own_that_minds_padding_is_refused",
+        losses_over_padding_let_through,
+        dict(kind="a mean over all positions", one_by_one=False),
+    ),
+    Unseen(
         "unpacked texts as wide as the longest of anybody",
         "data/test_packing_width.py::test_one_person_more_changes_no_record_of_the_others",
         texts_padded_to_the_longest,
@@ -822,6 +836,12 @@ UNSEEN = (
         "a weighted mean made by hand in a loop of one's own",
         "training/test_own_loss.py::test_a_hand_made_weighted_mean_is_refused",
         own_losses_not_looked_at,
+    ),
+    Unseen(
+        "mixup between the loader and the model of a loop of one's own",
+        "training/test_own_loss.py::test_rows_that_are_mixed_before_the_model_are_refused",
+        own_inputs_not_looked_at,
+        dict(case="mixup"),
     ),
     Unseen(
         "a running mean of earlier lots in the loss",

@@ -89,6 +89,12 @@ class Chosen(Dataset):
         return self.inputs[self.places[index]], self.labels[self.places[index]]
 
 
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return 2 * inputs, label
+
+
 class Stream(IterableDataset):
     def __init__(self, data):
         self.data = data
@@ -111,6 +117,7 @@ SAME = {
     "a NumPy view": (PRIVATE, (torch.from_numpy(X.numpy()[:50]), Y[:50].clone())),
     "a wrapper": (PRIVATE, Wrapper(PRIVATE)),
     "a wrapper of a subset": (PRIVATE, Wrapper(Subset(PRIVATE, range(20)))),
+    "a class derived from tensors": (PRIVATE, Doubled(X[150:], Y[150:])),
     "a loader": (PRIVATE, DataLoader(PRIVATE)),
     "data sets by name": (PRIVATE, {"a": PUBLIC, "b": PRIVATE}),
     "a chain of streams": (PRIVATE, ChainDataset([Stream(PUBLIC), Stream(PRIVATE)])),
@@ -125,6 +132,7 @@ COPIES = {
     "with other labels": (PRIVATE, TensorDataset(X[:50].clone(), 1 - Y[:50])),
     "as a list": (PRIVATE, [(x.clone(), int(y)) for x, y in PRIVATE]),
     "as records by name": (PRIVATE, [{"label": int(y), "inputs": x.tolist()} for x, y in PRIVATE]),
+    "a batch of parts": ([(dict(x=x), y) for x, y in PRIVATE], (dict(x=X[:50].clone()), Y[:50].clone())),
     "the first ones": (PRIVATE, First(PRIVATE, 30)),
     "with few others": (PRIVATE, ConcatDataset([copied(100), PUBLIC])),
 }
@@ -135,6 +143,7 @@ OTHERS = {
     "wrapped splits": (Wrapper(PRIVATE), Wrapper(PUBLIC)),
     "their own rows of common tensors": (Chosen(range(200)), Chosen(range(200, 300))),
     "lists": (ROWS[:200], ROWS[200:]),
+    "a batch of parts": ([(dict(x=x), y) for x, y in PRIVATE], (dict(x=X[200:]), Y[200:])),
     "one equal row": (PRIVATE, ConcatDataset([copied(1), PUBLIC])),
     "rows of few values": (
         TensorDataset(torch.randint(2, (200, 4)), torch.zeros(200)),
@@ -264,6 +273,19 @@ class OwnScore(Callback):
         trainer.metrics["mine"] = accuracy(trainer.model, self.data)[0]
 
 
+class OfASplit(Callback):
+    def __init__(self, splits):
+        self.splits = splits
+
+    def on_epoch(self, trainer):
+        trainer.metrics["mine"] = accuracy(trainer.model, self.splits.train)[0]
+
+
+class OfAGlobal(Callback):
+    def on_epoch(self, trainer):
+        trainer.metrics["mine"] = accuracy(trainer.model, PRIVATE)[0]
+
+
 @pytest.mark.rule(29)
 def test_a_callback_of_ones_own_and_a_metric_are_looked_at():
     def metric(model, _):
@@ -271,7 +293,7 @@ def test_a_callback_of_ones_own_and_a_metric_are_looked_at():
 
     partial = functools.partial(lambda data, model, _: {"loss": accuracy(model, data)[1]}, PRIVATE)
     refused = [OwnScore(PRIVATE), OwnScore(DataLoader(PRIVATE)), OwnScore(X[:50]), Evaluate(PUBLIC, metric=metric),
-               Evaluate(PUBLIC, metric=partial)]  # fmt: skip
+               Evaluate(PUBLIC, metric=partial), OfASplit(SPLITS), OfAGlobal(), OwnScore(copied(150))]  # fmt: skip
     for callback in refused:
         with pytest.raises(ConfigurationError, match="has the training data in its hands"):
             trainer(callbacks=[callback]).fit()

@@ -1,5 +1,6 @@
 """One example that is in the data many times is one example: repeats are looked for, whatever form they have."""
 
+import enum
 import warnings
 
 import numpy as np
@@ -60,6 +61,31 @@ class Weighted(Dataset):
         return X[self.drawn[index]], Y[self.drawn[index]]
 
 
+class Folded(TensorDataset):
+    """Says that it is made of tensors, and shows ten rows of them again and again."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % 10)
+
+
+class Shifted(Dataset):
+    """A view under a name that nobody knows."""
+
+    def __init__(self, looked_at):
+        self.looked_at = looked_at
+
+    def __len__(self):
+        return len(self.looked_at)
+
+    def __getitem__(self, index):
+        inputs, label = self.looked_at[index]
+        return inputs + 1, label
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
 class Held(Dataset):
     def __init__(self, rows):
         self.rows = rows
@@ -81,11 +107,13 @@ AGAIN = {
     "a wrapper of a list": Held(ROWS + RARE),
     "a list of a list": Subset(ROWS + RARE * 9, range(120)),
     "one data set twice": ConcatDataset([TENSORS, TENSORS]),
+    "a data set and a view of it": ConcatDataset([TENSORS, Shifted(TENSORS)]),
     "one memory twice": ConcatDataset([TENSORS, TensorDataset(X[:5], Y[:5])]),
 }
 SIGNS = {
     "i % n": Round(10),
     "i % n, augmented": Round(10, lambda x: x + torch.randn(5)),
+    "i % n, derived from tensors": Folded(X, Y),
     "by weight": Weighted(np.linspace(0.1, 1, 100)),
     "joined tensors": TensorDataset(torch.cat([X, X[:10].repeat(9, 1)]), torch.cat([Y, Y[:10].repeat(9)])),
     "indexed tensors": TensorDataset(X[torch.arange(400) % 20], Y[torch.arange(400) % 20]),
@@ -96,6 +124,8 @@ SINGLE = {
     "a list": ROWS,
     "one input with two labels": [(x, y) for x, y in ROWS] + [(x, 1 - y) for x, y in ROWS],
     "words": ["good", "bad"] * 20,
+    "texts with labels that they share": [(f"text {i % 50}", Y[0]) for i in range(60)],
+    "kinds": [(i % 7, Colour.RED) for i in range(60)],
     "numbers": [(float(i % 7), i % 2) for i in range(100)],
     "a row that one column decides": [(i % 90 / 64, float(i % 3), i % 90 > 40) for i in range(1000)],
     "mostly blank rows": TensorDataset(torch.cat([X, torch.zeros(50, 5)]), torch.cat([Y, torch.zeros(50)])),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import _words
+from fodp import _words, accounting
 from fodp.cli.main import main
 
 PUBLIC = dict(sampling_rate=0.1, steps=10, lot_size=20, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
@@ -142,3 +142,42 @@ def test_a_frozen_model_is_told_to_be_unfrozen_and_nothing_else():
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     with pytest.raises(fodp.ConfigurationError, match=r"fodp\.fix\(model\) replaces such layers"):
         fodp.Trainer(model, losses, DATA, fodp.Plan(**PUBLIC))
+
+
+# name -> (call with model, optimizer and plan; what is said): each came as an error of Python's own
+OTHER_KINDS = {
+    "a ledger's path": (lambda m, o, p: fodp.Trainer(m, losses, DATA, p, ledger="l.db"), "must be .* got 'l.db'"),
+    "a loop's": (lambda m, o, p: fodp.make_private(m, o, DATA, p, ledger="l.db"), "ledger must be .* got 'l.db'"),
+    "a function without a ledger": (
+        lambda m, o, p: fodp.Trainer(m, losses, DATA, p, ledger=lambda: None).fit(), "opened no ledger",
+    ),
+    "one callback": (lambda m, o, p: fodp.Trainer(m, losses, DATA, p, callbacks=fodp.callbacks.Progress()), "Progress"),
+    "no callback": (lambda m, o, p: fodp.Trainer(m, losses, DATA, p, callbacks=[3]), "a list of callbacks .* got int"),
+    "a class": (lambda m, o, p: fodp.Trainer(m, losses, DATA, p, torch.optim.SGD), "made of .* parameters, got SGD"),
+}  # fmt: skip
+
+
+@pytest.mark.rule(14)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_arguments_of_another_kind(kind):
+    call, words = OTHER_KINDS[kind]
+    model = network()
+    with pytest.raises(fodp.ConfigurationError, match=words):
+        call(model, torch.optim.SGD(model.parameters()), fodp.Plan(**PUBLIC))
+
+
+def test_a_large_rate_of_the_owners_own_optimizer_is_warned_of():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e9)
+    with pytest.warns(UserWarning, match=r"lr 1e\+09 moves weights by noise alone"):
+        fodp.Trainer(model, losses, DATA, fodp.Plan(**PUBLIC), optimizer)
+    with pytest.warns(UserWarning, match=r"lr 1e\+09 moves weights by noise alone"):
+        fodp.make_private(model, optimizer, DATA, fodp.Plan(**PUBLIC))[2].close()
+
+
+@pytest.mark.rule(14)
+def test_all_that_is_wrong_with_a_calculators_numbers_stands_in_one_message():
+    with pytest.raises(fodp.ConfigurationError, match=r"^4 things to mend: \(1\) noise_multiplier must .* delta must"):
+        accounting.epsilon(noise_multiplier=-1, sampling_rate=7, steps=-2, delta=5)
+    with pytest.raises(fodp.ConfigurationError, match=r"^2 things to mend: \(1\) target_epsilon must .* steps must"):
+        accounting.calibrate(target_epsilon=0, sampling_rate=0.1, steps=1.5, delta=1e-5)

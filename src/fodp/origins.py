@@ -6,12 +6,13 @@ arrays are known by where they lie in memory, items of lists by what they hold.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fodp import _checks
 from fodp._checks import DataError
@@ -24,7 +25,7 @@ HELD = (
     *("samples", "records", "rows", "examples", "items"),
 )
 _DEEPEST = 8  # wrappers within each other
-_VALUES = (int, float, complex, str, bytes, type(None), np.generic)
+_VALUES = (int, float, complex, str, bytes, type(None), np.generic, Enum)
 _ROWS_OF_A_TABLE = 2**40
 
 
@@ -60,7 +61,8 @@ class Origins:
 
     def _of_view(self, dataset: Any, depth: int) -> Numbers | None:
         """The numbers of what a data set shows; None: it is a source of its own."""
-        rows = widest(columns_of(dataset))
+        derived = isinstance(dataset, TensorDataset) and _length(dataset) == len(dataset.tensors[0])
+        rows = widest(columns_of(dataset.tensors if derived else dataset))
         if rows is not None:
             return self._of_memory(rows) if self._memory else None
         if _is_table(dataset):
@@ -72,7 +74,8 @@ class Origins:
             return _taken(self.of(dataset.dataset, depth + 1), indices)
         if isinstance(dataset, ConcatDataset) or _add_up(parts, dataset):
             return np.concatenate([self.of(part, depth + 1) for part in parts])  # type: ignore[union-attr]
-        inner = next((held for held in held_by(dataset) if _has_length(held, dataset) and _is_data(held)), None)
+        held = [*held_by(dataset), *(v for v in getattr(dataset, "__dict__", {}).values() if isinstance(v, Dataset))]
+        inner = next((each for each in held if _has_length(each, dataset) and _is_data(each)), None)
         return None if inner is None else self.of(inner, depth + 1)
 
     def _of_memory(self, rows: torch.Tensor | npt.NDArray[Any]) -> Numbers | None:
@@ -118,7 +121,7 @@ def columns_of(data: Any) -> tuple[torch.Tensor | npt.NDArray[Any], ...]:
     """The columns of data in tensors or arrays, one, several or by name; () if it is anything else."""
     if isinstance(data, torch.Tensor | np.ndarray):
         data = (data,)
-    elif isinstance(data, TensorDataset):
+    elif type(data) is TensorDataset:  # what is derived from it may show other records, or one of them again
         data = data.tensors
     columns = tuple(data.values()) if isinstance(data, Mapping) else data if isinstance(data, tuple) else ()
     fits = all(isinstance(column, torch.Tensor | np.ndarray) and column.ndim for column in columns)
@@ -161,7 +164,7 @@ def _holds_objects(item: Any) -> bool:
         return any(map(_holds_objects, item))
     if isinstance(item, Mapping):
         return any(map(_holds_objects, item.values()))
-    return not isinstance(item, _VALUES)
+    return not isinstance(item, _VALUES) and getattr(item, "shape", None) != ()  # a label is shared by many
 
 
 def _taken(inner: Numbers, chosen: Any) -> Numbers:

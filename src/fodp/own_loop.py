@@ -23,7 +23,7 @@ from fodp.clipping.buffers import KeptState
 from fodp.gradients import HERE
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
-from fodp.plan import Plan
+from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.sampling import Collate, Fetcher
 from fodp.session import Session
@@ -38,7 +38,7 @@ from fodp.state.course import Course
 from fodp.training.bad_records import refuse_unlike
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
-from fodp.training.order import refuse_other_order
+from fodp.training.order import refuse_other_ledger, refuse_other_order
 from fodp.training.rehearsal import refuse_hooks
 
 # Modules and optimizers that are private already.
@@ -78,9 +78,9 @@ def make_private(
     ε = `loader.epsilon()`, after one that was chosen because of what was seen with ε = `plan.epsilon()`,
     provided that the model is fed the loader's batch and each example's loss depends on that example alone. That is
     looked at in the first lots and in about 1 of 256 steps; means with weights or ignored targets, another reduction
-    than the declared one, and what a lot leaves for the next are refused. Unseen is what only other lots would show,
-    and what a loss takes from NumPy or from plain Python numbers. Batches, their sizes and losses stay private:
-    publish none of them.
+    than the declared one, rows that are mixed before the model, and what a lot leaves for the next are refused. Unseen
+    is what only other lots would show, and what a loss takes from NumPy or from plain Python numbers (`.item()`).
+    Batches, their sizes and losses stay private: publish none of them.
 
     `ledger` writes every step down before its lot is drawn, and refuses what its budget does not allow. A loop that
     ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
@@ -117,7 +117,9 @@ def make_private(
     """
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    refuse_other_ledger(ledger)
     _refuse_unfit(model, optimizer, plan)
+    warn_of_large_rates(optimizer)
     refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
     opening = Opening(model, dataset, plan)
     if opening.processes.count > 1 and (resume is not None or microbatch is not None):
@@ -303,6 +305,10 @@ class PrivateLoader:
         """What changes from here to the next lot is not of a lot."""
         self._loop.forget_kept()
 
+    def keep_again(self) -> None:
+        """What changes from here on may be of a lot again."""
+        self._loop.keep_again()
+
     def close(self) -> None:
         """End the run and give model and optimizer back without hooks. What they learn then is not private."""
         self._detach()
@@ -354,7 +360,7 @@ class OwnLoop:
             self._refuse_another_lot()
             self.take_iterate()
             self.forget_kept()
-            self._beside = None if self._keep_beside is None else self._keep_beside()
+            self.keep_again()
             session, number = self.session, self.session.number
             self._buffers = KeptState(self._model, (), tuple(self._model.parameters()))
             lot = self._lots.take(number, self.plan.events_at(number)[0].sampling_rate)
@@ -415,6 +421,10 @@ class OwnLoop:
         """What changes from here to the next lot is not of a lot."""
         self.refuse_kept()
         self._beside = None
+
+    def keep_again(self) -> None:
+        """What changes from here on may be of a lot again."""
+        self._beside = None if self._keep_beside is None or self._closed else self._keep_beside()
 
     def refused(self, found: DataError) -> DataError:
         """What to raise for data that does not fit: before the first release the loop is closed, and costs nothing."""

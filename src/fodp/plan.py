@@ -333,10 +333,20 @@ def odd_strength(plan: Plan, target_epsilon: float | None) -> list[str]:
             f"target epsilon {target_epsilon:g} takes so much noise that hardly anything is learnt from fewer than "
             "millions of records. Usual are 1 to 10"
         )
-    rate = plan.params.get("lr")
-    if isinstance(rate, int | float) and rate > _LARGE_RATE:
-        found.append(f"lr {rate:g} moves weights by noise alone: training will diverge. Usual are 0.001 to 10, or auto")
-    return found
+    return found + odd_rate(plan.params.get("lr"))
+
+
+def odd_rate(rate: Any) -> list[str]:
+    """A sentence about a learning rate that is allowed and hardly meant."""
+    if not isinstance(rate, int | float) or rate <= _LARGE_RATE:
+        return []
+    return [f"lr {rate:g} moves weights by noise alone: training will diverge. Usual are 0.001 to 10, or auto"]
+
+
+def warn_of_large_rates(optimizer: Any) -> None:
+    """Warn about such a rate of the user's own optimizer."""
+    for sentence in {sentence for group in optimizer.param_groups for sentence in odd_rate(group["lr"])}:
+        _checks.warn(sentence.replace(", or auto", ""))
 
 
 def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp._forms import leaves
 from fodp.origins import Origins, columns_of, held_by
 from fodp.row_samples import Marks, marks_of
 
@@ -32,6 +33,7 @@ _COPY, _SOME = 0.5, 0.02  # of the public rows are private ones: it is a copy; i
 _CANNOT_TELL = 0.5  # of the private rows have an equal one among themselves
 _FEW = 8
 _DEVIATIONS = 5.0  # beyond which a number of equal rows is no chance
+_PARTS_OF_A_BATCH = 8
 _DEEPEST = 3  # functions that functions name
 
 _declared: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # by id
@@ -73,6 +75,7 @@ class PrivateData:
 
     def __init__(self, data: Any) -> None:
         self._data, self._known = data, Origins()
+        self._compared: list[Any] = []
         self._numbers: npt.NDArray[np.int64] | None = None
 
     def refuse(self, door: str, public: Any) -> None:
@@ -81,6 +84,7 @@ class PrivateData:
         `door` names what it was given to. Where private rows repeat among themselves, equal rows say nothing.
         """
         for part in _parts(public):
+            self._compared.append(part)
             if part is self._data or self._are_private(part).any():
                 raise ConfigurationError(
                     f"{door}: this is the training data itself (its records, or memory shared with them), which is "
@@ -101,11 +105,12 @@ class PrivateData:
     def refuse_reaching(self, door: str, thing: Any) -> None:
         """Raise if a function, or an object by its attributes, has data in its hands all of which is private.
 
-        Followed are closures, defaults, partial arguments, an object's own attributes, globals that the code names and
-        attributes of theirs that it names, and functions among all those.
+        Followed are closures, defaults, partial arguments, an object's own attributes, globals that the code names (of
+        an object: its methods' code), attributes of all these that it names, and functions among them. A data set among
+        them may be a copy, too.
         """
         for value in _reached(thing, _DEEPEST):
-            if value is self._data or (_is_data(value) and self._holds_all_of(value)):
+            if value is self._data or (_is_data(value) and (self._holds_all_of(value) or self._is_copy(value))):
                 raise ConfigurationError(
                     f"{door} has the training data in its hands, which is private, and what is computed from public "
                     f"data gets no noise: {HOLD_OUT}"
@@ -122,6 +127,11 @@ class PrivateData:
     def _holds_all_of(self, value: Any) -> bool:
         found = self._are_private(value)
         return found.size > 0 and bool(found.all())
+
+    def _is_copy(self, value: Any) -> bool:
+        """Whether a data set, which a function may do much with, is made of private rows; tensors are not compared."""
+        known = _is_declared(value) or any(value is each for each in self._compared)
+        return isinstance(value, Dataset) and not known and self._share(value) >= _COPY
 
     def _share(self, public: Any) -> float:
         """About which share of the rows is private, beyond what private rows have in common by themselves."""
@@ -148,8 +158,9 @@ def _parts(public: Any) -> Iterator[Any]:
     elif isinstance(public, list | tuple) and public and all(isinstance(p, Dataset | DataLoader) for p in public):
         for part in public:
             yield from _parts(part)
-    elif isinstance(public, list) and columns_of(tuple(public)):
-        yield tuple(public)  # a batch
+    elif isinstance(public, list | tuple) and len(public) <= _PARTS_OF_A_BATCH and columns_of(tuple(leaves(public))):
+        yield tuple(leaves(public))  # a batch
+        yield public  # or a few records
     elif public is not None and not isinstance(public, str | bytes):
         yield public
 
@@ -208,14 +219,28 @@ def _hands(thing: Any) -> Iterator[Any]:
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, MethodType):
-        yield from (thing.__func__, *getattr(thing.__self__, "__dict__", {}).values())
+        held = [*getattr(thing.__self__, "__dict__", {}).values()]
+        yield from (thing.__func__, *held, *_asked_of(held, thing.__func__))
     elif isinstance(thing, FunctionType):
         yield from _of_function(thing)
     elif not isinstance(thing, type):
-        yield from getattr(thing, "__dict__", {}).values()
-        called = vars(type(thing)).get("__call__")
-        if isinstance(called, FunctionType):
-            yield from _of_function(called)
+        held = [*getattr(thing, "__dict__", {}).values()]
+        yield from held
+        for method in _methods(type(thing)):
+            yield from (*_of_function(method), *_asked_of(held, method))
+
+
+def _asked_of(held: list[Any], function: Any) -> Iterator[Any]:
+    """Attributes of what an object holds that a method of its names, as in self.splits.train."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return (vars(value)[name] for value in held for name in names if name in getattr(value, "__dict__", {}))
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """Functions of a class and of those that it comes from, as far as its owner has written them."""
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith("fodp."):
+            yield from (each for each in vars(owner).values() if isinstance(each, FunctionType))
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:

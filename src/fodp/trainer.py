@@ -37,7 +37,7 @@ from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.callbacks import Callback
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import PLANNED, fitting_optimizer, refuse_plateau, set_rate, steps_within
-from fodp.training.order import refuse_other_order
+from fodp.training.order import listed_callbacks, refuse_other_ledger, refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
@@ -114,6 +114,8 @@ class Trainer:
         public_sample: Any = None,
     ):
         refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
+        refuse_other_ledger(ledger, may_open=True)
+        listed = listed_callbacks(callbacks)
         self.model, self.plan, self._dataset = model, plan, dataset
         if plan.algorithm.has_acceptance_test and public_score is None:
             raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
@@ -144,7 +146,7 @@ class Trainer:
         self.optimizer = fitting_optimizer(self.session, optimizer)
         self.scheduler = _fitting_scheduler(scheduler, self.optimizer, plan)
         # Of several processes the first one looks, writes and keeps the ledger; all of them train.
-        self.callbacks = list(callbacks) if self.session.processes.is_first else []
+        self.callbacks = listed if self.session.processes.is_first else []
         self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose
         end = plan.steps if last_step is None else _checks.whole("last_step", last_step, maximum=plan.steps)
         end = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))

@@ -108,11 +108,10 @@ def test_several_odd_options_are_refused_in_one_line(capsys, tmp_path, monkeypat
     [("a.xlsx", "save the sheet as CSV"), ("a.parquet", "read_parquet"), ("a.json", "read_json"), ("a.npy", "savez")],
 )
 def test_files_of_other_kinds_have_a_hint(capsys, tmp_path, name, hint):
-    code, shown = said(capsys, "train", *QUICK, *NOISE, "--data", str(tmp_path / name), "--target", "y")
-    assert code == 2
-    assert hint in shown.err or "--target is for a table" in shown.err
-    code, shown = said(capsys, "train", *QUICK, *NOISE, "--data", str(tmp_path / name))
-    assert (code, hint in shown.err) == (2, True)
+    (schema := tmp_path / "s.toml").write_text("[columns.y]\nvalues = [0, 1]\n")
+    for words in ([], ["--target", "y"], ["--target", "y", "--schema", str(schema)]):
+        code, shown = said(capsys, "train", *QUICK, *NOISE, "--data", str(tmp_path / name), *words)
+        assert (code, hint in shown.err) == (2, True)
 
 
 @pytest.mark.rule(14)

@@ -285,7 +285,18 @@ def by_wrapped_function():
     return loss
 
 
+def by_what_is_in_a_set():
+    met = set()
+
+    def loss(model, batch):
+        met.update(batch[0][:, 0].tolist())
+        return own(model, batch) * (0.5 if len(met) > 1000 else 1.0)
+
+    return loss
+
+
 WAYS = {
+    "a set, from a size on": by_what_is_in_a_set,
     "an object's method": lambda: Centres().loss,
     "an object that is called": Centres,
     "a field of a dataclass": lambda: Field().loss,
@@ -389,6 +400,39 @@ def test_an_attribute_that_begins_to_move_between_two_looks_is_looked_at_in_the_
         run.take_step()
     with pytest.raises(fodp.PrivacyError, match=REFUSED):
         run.take_step()
+
+
+@pytest.mark.rule(28)
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_flag_that_one_record_sets_late_is_looked_at_in_the_next_step(engine):
+    flags = types.SimpleNamespace(seen=False)
+
+    def loss(model, batch):
+        found = own(model, batch) * (2.0 if flags.seen else 1.0)
+        flags.seen = flags.seen or run.step == 3
+        return found
+
+    run = fodp.Run(network(), loss, DATA, plan(steps=9), engine=engine)
+    for _ in range(4):
+        run.take_step()
+    with pytest.raises(fodp.PrivacyError, match=r"leaves something in flags\.seen"):
+        run.take_step()
+
+
+@pytest.mark.rule(28)
+def test_a_counter_of_collections_counts_what_it_counts():
+    met = collections.Counter()
+
+    def loss(model, batch):
+        met["passes"] += 1
+        calls.append(0)
+        return own(model, batch)
+
+    calls = []
+    run = fodp.Run(network(), loss, DATA, plan())
+    for _ in range(3):
+        run.take_step()
+    assert met["passes"] <= len(calls)
 
 
 # --- people who do no harm --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="fodp[hf]")
+transformers = pytest.importorskip("transformers", reason="fodp[hf]")
 datasets = pytest.importorskip("datasets", reason="fodp[hf]")
 
 import fodp  # noqa: E402
@@ -33,8 +33,6 @@ KINDS = {
 
 
 def train(data: Any, folder: Any) -> fodp.Ledger:
-    import transformers
-
     book = fodp.Ledger(folder / "l.sqlite")
     plan = fodp.Plan(
         sampling_rate=0.5, steps=2, lot_size=20, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, method="dp-sgd",
@@ -61,3 +59,12 @@ def test_rows_are_refused_before_anything_is_charged(tmp_path, kind):
 def test_honest_rows_are_taken(tmp_path):
     train(datasets.Dataset.from_list(rows()), tmp_path)
     train(datasets.Dataset.from_list(rows()).shuffle(seed=0), tmp_path)
+
+
+def test_arguments_of_another_kind(tmp_path):
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    plan = fodp.Plan(sampling_rate=0.5, steps=2, lot_size=20, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5)
+    with pytest.raises(fodp.ConfigurationError, match=r"PrivateTrainer takes \(model, args\) in this order"):
+        PrivateTrainer(args, bert(), train_dataset=rows(), plan=plan)
+    with pytest.raises(fodp.ConfigurationError, match=r"ledger must be a fodp\.Ledger, or a function .* got 'l.db'"):
+        PrivateTrainer(bert(), args, train_dataset=rows(), plan=plan, ledger="l.db")

@@ -86,6 +86,34 @@ class CountsLate(Mean):
         self.seen += len(batch[0])
 
 
+class Prototype(WithoutForward):
+    """A parameter that does not train, beside the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.data = batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+class AtTheEndOfTheEpoch(Mean):
+    def training_step(self, batch, batch_idx):
+        self.last = batch[0].mean(0)
+        return WithoutForward.training_step(self, batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.seen.copy_(self.last)
+
+
+class AtTheEnd(AtTheEndOfTheEpoch):
+    on_train_epoch_end = Module.on_train_epoch_end
+
+    def on_fit_end(self):
+        self.seen.copy_(self.last)
+
+
 class Metric(Module):
     def __init__(self):
         super().__init__()
@@ -117,6 +145,9 @@ class Extra(Module):
         (Mean, "buffer seen"),
         (Rebound, "buffer seen"),
         (CountsLate, "buffer seen"),
+        (Prototype, "parameter seen"),
+        (AtTheEndOfTheEpoch, "buffer seen"),
+        (AtTheEnd, "buffer seen"),
         (Metric, "state metric.mean_value"),
         (Extra, "extra state"),
     ],

@@ -134,6 +134,7 @@ LOOKS_AT_OTHERS = {
     "percentiles": of_functions(clipped_at_percentiles),
     "ranks": of_functions(ranks),
     "the largest": of_functions(lambda rows: rows / np.abs(rows).max()),
+    "the largest, if it is large": of_functions(lambda rows: rows / max(2, np.abs(rows).max())),
     "neighbours": of_functions(lambda rows: rows + np.roll(rows, 1, axis=0)),
     "the place": of_functions(lambda rows: rows.cumsum(axis=0)),
     "a share": of_functions(tiny_share_of_the_mean),

@@ -293,6 +293,49 @@ def test_small_lots_do_not_raise_an_alarm():
     assert train(mean, the_plan=plan(sampling_rate=0.04, steps=12)).step == 12
 
 
+# --- what the model is given ---------------------------------------------------------------------------------
+
+
+def in_place(model, x, y):
+    x -= x.mean(0)
+    return losses(model, x, y)
+
+
+MIXED_ROWS = {
+    "normalised": lambda m, x, y: losses(m, (x - x.mean(0)) / x.std(0), y),
+    "in place": in_place,
+    "mixup": lambda m, x, y: losses(m, 0.5 * x + 0.5 * x.flip(0), y),
+    "by a module": lambda m, x, y: losses(m, nn.BatchNorm1d(5)(x), y),
+}
+
+
+@pytest.mark.rule(27)
+@pytest.mark.parametrize("case", MIXED_ROWS)
+def test_rows_that_are_mixed_before_the_model_are_refused(case):
+    with refused("what the model is given mixes the examples of the lot"):
+        train(MIXED_ROWS[case], by_example=True)
+
+
+@pytest.mark.rule(27)
+@pytest.mark.filterwarnings("error")
+def test_rows_that_are_made_one_by_one_are_taken():
+    public, kept = torch.ones(5), torch.zeros(5)
+
+    def loss(model, x, y):
+        model(x[:2])  # a score
+        x = ((x - public) / 2).to(torch.float32) + y[:, None]
+        x[:, 0] = kept[0] + x[:, 1]
+        return losses(model, x.reshape(len(y), 5), y)
+
+    assert train(loss, by_example=True).step == 3
+
+
+@pytest.mark.rule(27)
+def test_rows_that_come_from_outside_of_pytorch_are_warned_of(recwarn):
+    train(lambda m, x, y: losses(m, torch.from_numpy(x.numpy() * 2), y), by_example=True)
+    assert [w.filename for w in recwarn if "nothing that the model is given" in str(w.message)] == [__file__]
+
+
 # --- one loss per example ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """What a lot leaves outside of the model in a loop of one's own: for the next lot, in a criterion, in a schedule."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -31,9 +33,20 @@ class Centre:
         self.centre.mul_(0.9999).add_(0.0001 * outputs.detach().mean(0))
         return loss
 
+    def written_as_data(self, model, x, y):
+        outputs = model(x)
+        loss = (outputs - self.centre.clone()).square().mean()
+        self.centre.data.mul_(0.9999).add_(0.0001 * outputs.detach().mean(0))
+        return loss
+
+    def of_inputs(self, model, x, y):
+        loss = losses(model, x - self.centre.mean(), y).mean()
+        self.centre = self.centre + x.mean()
+        return loss
+
 
 @pytest.mark.rule(28)
-@pytest.mark.parametrize("how", ["rebound", "written"])
+@pytest.mark.parametrize("how", ["rebound", "written", "written_as_data", "of_inputs"])
 def test_an_average_over_lots_that_the_loss_uses_is_refused_however_slow(how):
     with refused("computed from an earlier lot"):
         train(getattr(Centre(), how))
@@ -109,8 +122,26 @@ def test_criteria_without_memory_metrics_and_averages_of_the_weights_do_no_harm(
     assert loader.step == 3
 
 
+@pytest.mark.rule(28)
+def test_a_memory_that_begins_late_is_seen_after_the_next_rare_look(monkeypatch):
+    monkeypatch.setattr("fodp.run.is_rare", lambda step: step == 5)
+    monkeypatch.setattr("fodp.training.coupling.is_rare", lambda step: step == 5)
+    kept, steps = [torch.zeros(())], itertools.count()
+
+    def late(model, x, y):
+        outputs = model(x)
+        loss = (outputs - kept[0]).square().mean()
+        if next(steps) > 3:
+            kept[0] = outputs.detach().mean()
+        return loss
+
+    with refused("computed from an earlier lot.*|Earlier lots"):
+        train(late, the_plan=plan(steps=9))
+    assert next(steps) == 7
+
+
 @pytest.mark.rule(14)
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("chained", [False, True, "twice"])
 def test_a_scheduler_that_follows_a_score_is_refused(chained):
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,6 +149,10 @@ def test_a_scheduler_that_follows_a_score_is_refused(chained):
     if chained:
         scheduler = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 1)])
         scheduler._schedulers.append(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    if chained == "twice":
+        outer = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+        outer._schedulers.append(scheduler)
+        scheduler = outer
     with refused("ReduceLROnPlateau wants a score"):
         fodp.make_private(model, optimizer, torch.zeros(9, 5), plan(), scheduler=scheduler)
 

@@ -1,5 +1,7 @@
 """What a batch pads to must have no effect, whoever pads: a collate function, or a data set that batches by itself."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -173,6 +175,65 @@ def test_a_head_that_starts_at_zero_hides_nothing_in_a_loop_of_ones_own():
     nn.init.zeros_(model.head.weight)
     with pytest.raises(DataError, match=DEPENDS):
         run("make_private", records(LENGTHS["mixed"]), model, collate, plan(1))
+
+
+class Tagger(nn.Module):
+    """An output for each word, made of that word alone: what padding does is the loss's matter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
+
+    def forward(self, words):
+        return self.head(self.words(words).tanh())
+
+
+def each_word(outputs, words):
+    return F.cross_entropy(outputs.transpose(1, 2), words, reduction="none")
+
+
+def in_a_row(outputs, words):
+    return F.cross_entropy(outputs.reshape(-1, 13), words.reshape(-1), reduction="none").reshape(words.shape)
+
+
+def told(words):
+    return torch.arange(words.shape[1]) < (words != 0).sum(1, keepdim=True)
+
+
+OVER_PADDING = {
+    "a mean over all positions": lambda outputs, words: each_word(outputs, words).mean(1),
+    "positions that count": lambda outputs, words: each_word(outputs, words).sum(1) / 9,
+    "the last position": lambda outputs, words: F.cross_entropy(outputs[:, -1], words[:, 0], reduction="none"),
+    "shapes that the loss names": lambda outputs, words: in_a_row(outputs, words).mean(1),
+    "a mask that is made": lambda outputs, words: (each_word(outputs, words) * told(words)).mean(1),
+    "a width": lambda outputs, words: (each_word(outputs, words) * (words != 0)).sum(1) / words.shape[1],
+}
+OF_WORDS_ALONE = {
+    "a mean over words": lambda outputs, words: (each_word(outputs, words) * (words != 0)).sum(1) / (words != 0).sum(1),
+    "a sum over words": lambda outputs, words: (in_a_row(outputs, words) * told(words)).sum(1) / 9,
+    "shifted": lambda outputs, words: (each_word(outputs[:, :-1], words[:, 1:]) * (words[:, 1:] != 0)).sum(1) / 9,
+}
+
+
+@pytest.mark.rule(33)
+@pytest.mark.parametrize(
+    ("kind", "one_by_one"),
+    [*((kind, False) for kind in [*OVER_PADDING, *OF_WORDS_ALONE]), ("a mean over all positions", True)],
+)
+def test_a_loss_of_ones_own_that_minds_padding_is_refused(kind, one_by_one):
+    """The model does not mind it, so that nothing shows in its outputs: one long text moves the sum by 41 C."""
+    model = Tagger()
+    loss = (OVER_PADDING | OF_WORDS_ALONE)[kind]
+    refused = pytest.raises(fodp.ConfigurationError, match="how far other examples of the lot make it padded")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _, _, loader = make_private(model, optimizer, Batching(LENGTHS["mixed"]), plan(2))
+    with refused if kind in OVER_PADDING else contextlib.nullcontext():
+        for words, _ in loader:
+            losses = loss(model(words), words)
+            loader.backward(losses) if one_by_one else losses.mean().backward()
+            optimizer.step()
+    loader.close()
 
 
 @pytest.mark.rule(33)

@@ -16,7 +16,7 @@ import numpy as np
 from fodp import _checks
 from fodp._checks import BudgetError, PrivacyError
 from fodp._words import in_our_words
-from fodp.accounting.events import Event, Phase
+from fodp.accounting.events import MOST_STEPS, Event, Phase
 from fodp.accounting.loss_distributions import LossAccountant
 from fodp.accounting.releases import Accountant, Floats, Release, round_rate, rounding
 from fodp.accounting.renyi import ORDERS, RenyiAccountant
@@ -147,6 +147,9 @@ def epsilon(
         >>> round(epsilon(noise_multiplier=1.1, sampling_rate=0.04, steps=6250, delta=1e-5, beta=0.9), 1)
         17.4
     """
+    _refuse_numbers(
+        delta, accountant, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps, beta=beta
+    )
     return epsilon_of(_phases(noise_multiplier, sampling_rate, steps, beta), delta, accountant)
 
 
@@ -170,6 +173,9 @@ def calibrate(
         >>> epsilon(noise_multiplier=sigma, sampling_rate=0.04, steps=100, delta=1e-5) <= 8
         True
     """
+    _refuse_numbers(
+        delta, accountant, target_epsilon=target_epsilon, sampling_rate=sampling_rate, steps=steps, beta=beta
+    )
     return calibrate_scale(lambda noise: _phases(noise, sampling_rate, steps, beta), target_epsilon, delta, accountant)
 
 
@@ -248,6 +254,28 @@ def _log(value: float) -> float:
 def _check(delta: float, accountant: str) -> None:
     _checks.open_fraction("delta", delta)
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
+
+
+def _refuse_numbers(delta: float, accountant: str, **columns: Any) -> None:
+    """Raise one error for all numbers, alone or one for each phase, that do not fit."""
+    found: list[Callable[[], object]] = []
+    for name, column in columns.items():
+        for value in column if isinstance(column, Sequence) and not isinstance(column, str) else [column]:
+            found.append(functools.partial(_NUMBERS[name], name, value))
+    _checks.together(
+        *found,
+        lambda: _checks.open_fraction("delta", delta),
+        lambda: _checks.one_of("accountant", accountant, ACCOUNTANTS),
+    )
+
+
+_NUMBERS: dict[str, Callable[[str, Any], object]] = {
+    "noise_multiplier": _checks.positive,
+    "target_epsilon": _checks.positive,
+    "sampling_rate": _checks.fraction,
+    "beta": _checks.fraction,
+    "steps": functools.partial(_checks.whole, minimum=0, maximum=MOST_STEPS),
+}
 
 
 def _phases(noise: Numbers, rate: Numbers, steps: int | Sequence[int], beta: Numbers) -> list[Phase]:

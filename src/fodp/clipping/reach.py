@@ -39,7 +39,8 @@ class Holder:
     values: Callable[[Any], dict[Any, Any]]  # of such a copy
     write: Callable[[dict[Any, Any]], None]
     names: bool = True  # its keys are names in code, which a message may show; keys of a dict may be private
-    grows: bool = False  # a list
+    grows: bool = False  # a list, a set or a dict
+    keyed: bool = False  # of these a set or a dict
 
     def read(self) -> dict[Any, Any] | None:
         """What it holds now."""
@@ -281,9 +282,9 @@ def _of_dict(
     def write(given: dict[Any, Any]) -> None:
         for key in [key for key in places if key not in given and key not in leaving_out]:
             del places[key]
-        places.update(given)
+        dict.update(places, given)  # a Counter's own would add
 
-    return Holder(name, id(places), places.copy, values, write, names)
+    return Holder(name, id(places), places.copy, values, write, names, grows=not names, keyed=not names)
 
 
 def _of_globals(name: str, places: dict[str, Any], keys: tuple[str, ...]) -> Holder:
@@ -336,7 +337,7 @@ def _of_set(name: str, things: set[Any]) -> Holder:
     def copied() -> set[Any] | None:
         return things.copy() if len(things) <= _LONG else None
 
-    return Holder(name, id(things), copied, dict.fromkeys, write, names=False)
+    return Holder(name, id(things), copied, dict.fromkeys, write, names=False, grows=True, keyed=True)
 
 
 def _of_slots(name: str, thing: Any, slots: list[str]) -> Holder:

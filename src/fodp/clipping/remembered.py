@@ -16,7 +16,7 @@ from fodp.clipping.reach import Holder, Reached, reached
 
 _COPIED = 2**12  # entries of tensors that are compared by value in every step, larger ones by PyTorch's own count
 _FAR = 10**6  # how often over a number is moved on
-_LONGER = 10**4  # how long a list is made
+_LONGER = 10**4  # how long a list, a set or a dict is made
 _UNCHANGED = object()
 WAY_OUT = (
     "no noise protects that, and one example would reach others by it: compute it from the batch alone, or from public "
@@ -33,7 +33,8 @@ class Outside:
         self._functions, self._model, self._parts = list(functions), model, parts
         self.look()
         self.harmless: set[tuple[int, Any]] = set()  # marks of places that change, and that nobody reads
-        self.suspects: set[tuple[int, Any]] = set()  # marks of places that have changed since without a look
+        # Places that have changed since without a look, with what they held: by the marks of their values.
+        self.suspects: dict[tuple[int, Any], tuple[Holder, Any, Any]] = {}
 
     def look(self) -> None:
         """Walk again: something may hang elsewhere by now."""
@@ -62,8 +63,9 @@ class KeptOutside:
                 f"the loss or the augmentation writes into {written[0] or 'a tensor'} when it sees examples, outside "
                 f"of the model: {WAY_OUT}"
             )
-        changed = {holder.mark(key) for holder, key, _, _ in changes(self._values)}
-        self._outside.suspects |= changed - self._outside.harmless
+        for holder, key, old, _ in changes(self._values):
+            if (mark := holder.mark(key)) not in self._outside.harmless:
+                self._outside.suspects.setdefault(mark, (holder, key, old))
 
     def restore(self) -> None:
         """Put back whatever has changed."""
@@ -127,9 +129,10 @@ def read_by_others(
     """
     now = outside.values()
     changed = list(changes(before))
+    suspects = outside.suspects
     fresh = [(holder, key) for holder, key, old, _ in changed if old is _UNCHANGED or old is None]
     try:
-        for holder, moved, name in _moved_far(changed):
+        for holder, moved, name in (*_moved_far(changed), *_as_they_were(suspects.values())):
             holder.write(moved)
             if _reads(differs):
                 return name
@@ -141,10 +144,18 @@ def read_by_others(
             return fresh[0][0].called(fresh[0][1])
     finally:
         put_back(now)
-    outside.harmless |= outside.suspects | {holder.mark(key) for holder, key, _, _ in changed}
+    outside.harmless |= suspects.keys() | {holder.mark(key) for holder, key, _, _ in changed}
     outside.suspects.clear()
     outside.look()  # something may hang elsewhere now
     return None
+
+
+def _as_they_were(suspects: Iterable[tuple[Holder, Any, Any]]) -> Iterator[tuple[Holder, dict[Any, Any], str]]:
+    """Each place with what it held before the step that has changed it: a flag cannot be moved far."""
+    for holder, key, old in suspects:
+        values = holder.read()
+        if values is not None and old is not _UNCHANGED:
+            yield holder, {**values, key: old}, holder.called(key)
 
 
 def _reads(differs: Callable[[], bool]) -> bool:
@@ -163,6 +174,9 @@ def _moved_far(changed: list[tuple[Holder, Any, Any, Any]]) -> Iterator[tuple[Ho
             continue
         if holder.grows and old is _UNCHANGED and id(holder) not in longer:
             longer.add(id(holder))
+            if holder.keyed:
+                yield holder, values | {object(): new for _ in range(_LONGER)}, holder.called(key)
+                continue
             many = list(values.values()) * (_LONGER // max(1, len(values)))
             yield holder, dict(enumerate(many)), holder.called(key)
         moved = _far(old, new)

@@ -83,7 +83,7 @@ def _owners(table: "_Table", schema: Schema, column: str | None) -> list[str] | 
         raise ConfigurationError(
             f"{column!r} says whose each row is, and the schema has it as a column to learn from: take it out there"
         )
-    cells = table.column(column, schema.missing)
+    cells = table.column(column, schema)
     for row, cell in enumerate(cells):
         if cell is None:
             raise DataError(f"{table.where(row, column)} names no owner: give the row a name of its own, or drop it")
@@ -125,7 +125,7 @@ def unused_columns(path: str | Path, schema: Schema) -> list[str]:
 
 def _encode(read: "_Table", inputs: Sequence[Column], goal: Column, schema: Schema) -> TensorDataset:
     rows = _input_rows(read, inputs, schema)
-    cells = read.column(goal.name, schema.missing)
+    cells = read.column(goal.name, schema)
     if goal.bounds is not None:
         return TensorDataset(torch.from_numpy(rows), torch.from_numpy(_numbers(cells, goal, read.where)))
     labels = _places(cells, goal)
@@ -139,7 +139,7 @@ def _encode(read: "_Table", inputs: Sequence[Column], goal: Column, schema: Sche
 def _input_rows(table: "_Table", inputs: Sequence[Column], schema: Schema) -> NDArray[np.float32]:
     parts: list[NDArray[np.float32]] = []
     for column in inputs:
-        cells = table.column(column.name, schema.missing)
+        cells = table.column(column.name, schema)
         if column.bounds is not None:
             parts.append(_numbers(cells, column, table.where)[:, None])
             continue
@@ -199,11 +199,11 @@ class _Table:
         if len(lengths) > 1:
             raise DataError(f"the columns of the table must have one length, got {sorted(lengths)}")
 
-    def column(self, name: str, missing: Sequence[str]) -> Cells:
+    def column(self, name: str, schema: Schema) -> Cells:
         """The cells of a column, None where one is missing."""
         if name not in self._columns:
-            raise DataError(f"{self.name} has no column {name!r}, which the schema names: it has {self._known()}")
-        gone = {"", *missing}
+            raise DataError(f"{self.name} has no column {name!r}, which the schema names: {self._known(schema)}")
+        gone = {"", *schema.missing}
         return [
             None if cell is None or (isinstance(cell, str) and cell in gone) else cell for cell in self._columns[name]
         ]
@@ -213,8 +213,11 @@ class _Table:
         place = f"row {row}" if self._lines is None else f"line {self._lines[row]}"
         return f"{place}, column {column!r} of {self.name}"
 
-    def _known(self) -> str:
-        return shown(", ".join(self._columns))
+    def _known(self, schema: Schema) -> str:
+        """What there is instead; not where the names seem to be a record, which no message shows."""
+        if not any(column.name in self._columns for column in schema.columns):
+            return "it has none of the schema's names; its first line must be a header"
+        return f"it has {shown(', '.join(self._columns))}"
 
 
 def _cells(column: Any) -> Cells:
@@ -281,6 +284,6 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _refuse_twice(names: Sequence[str], where: str) -> None:
-    twice = [name for place, name in enumerate(names) if name in names[:place]]
-    if twice:
-        raise DataError(f"{where} has two columns {shown(twice[0])}: rename one")
+    for place, name in enumerate(names):
+        if name in names[:place]:  # told by place: without a header the names are those of a record
+            raise DataError(f"columns {names.index(name) + 1} and {place + 1} of {where} have one name: rename one")

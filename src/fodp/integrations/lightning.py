@@ -40,6 +40,7 @@ from fodp.ranks import refuse_group  # noqa: E402
 from fodp.sources.beside import KeptModule  # noqa: E402
 from fodp.state.published import privacy_card, stated_epsilon  # noqa: E402
 from fodp.training.fitting import refuse_plateau  # noqa: E402
+from fodp.training.order import refuse_other_ledger  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
 _FLOAT32 = 1 + 2.0**-22  # Lightning keeps float32, which must not round ε down
@@ -137,6 +138,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
     ):
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {_checks.shown(plan)}")
+        refuse_other_ledger(ledger)
         if plan.algorithm.parts.average is not None:
             raise ConfigurationError(
                 "Lightning scores and saves the module itself, which is the last iterate: leave the plan's average out "
@@ -318,6 +320,11 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if self._loader is not None:
             self._loader.forget_kept()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What the rest of the epoch leaves in the module may be of its lots."""
+        if self._loader is not None and trainer.state.fn == "fit":
+            self._loader.keep_again()
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -328,7 +335,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last lot, too, has left nothing."""
         if self._loader is not None:
-            self._loader.forget_kept()
+            self._loader.refuse_kept()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
@@ -347,6 +354,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         """Give everything back as it was; what was reserved and not used is given back to the ledger."""
         while self._undo:
             self._undo.pop()()
+        if self._loader is not None:
+            self._loader._run.forget_kept()  # hooks of the module at the end of the fit, too
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As after a fit that went well."""

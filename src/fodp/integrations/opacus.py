@@ -28,6 +28,7 @@ from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.state.ledgers import fingerprint_of  # noqa: E402
+from fodp.training.order import refuse_other_ledger  # noqa: E402
 
 
 class _Charge(NamedTuple):
@@ -85,6 +86,7 @@ def from_opacus(
     `sampling_rate` and `lot_size`; where they are missing Opacus's are used, with a warning. `public` are other fields
     of a plan, such as `noise_multiplier`, `accountant` or `seed`.
     """
+    refuse_other_ledger(ledger)
     dp_optimizer, accountant = _parts_of(source, optimizer)
     past = history(accountant)
     _refuse_shuffled(data_loader)

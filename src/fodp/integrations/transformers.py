@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fodp import training
 from fodp._checks import ConfigurationError, LedgerError, listed
 from fodp._extras import need
 from fodp._words import unknown
@@ -29,6 +28,7 @@ from fodp.private_data import refuse_private
 from fodp.trainer import Result
 from fodp.trainer import Trainer as Private
 from fodp.training.callbacks import Callback
+from fodp.training.order import refuse_other_ledger
 
 try:
     from transformers import Trainer, TrainingArguments
@@ -101,8 +101,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         need("accelerate", "PrivateTrainer", extra="hf")
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"plan must be a fodp.Plan, got {type(plan).__name__}")
+        refuse_other_ledger(ledger, may_open=True)
         _refuse_foreign_words(named)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, TrainingArguments) or isinstance(model, TrainingArguments):
+            raise ConfigurationError(
+                "PrivateTrainer takes (model, args) in this order: args must be TrainingArguments, got "
+                f"{type(args).__name__}"
+            )
         self.plan, self._bridge = plan, _Bridge(self)
         self.private: Private | None = None
         self._ledger, self._run_id, self._engine, self._owners = ledger, run_id, engine, owners

@@ -30,6 +30,8 @@ from sklearn.random_projection import GaussianRandomProjection, SparseRandomProj
 from sklearn.utils import _safe_indexing, get_tags
 
 _ROUNDING = 256  # units in the last place; a matrix product has others for other numbers of rows
+_FAR = 1e4  # times as large as all rows
+_MOVED = "{}, which gives a row other values alone than among others"
 _ALONE = 6  # rows that are transformed alone, beside the first and the last
 
 
@@ -66,8 +68,21 @@ def _unlike(step: Any, rows: Any, targets: Any, whole: Any, fitted: Any) -> str 
         if not expected.agrees(part, _Output(found)):
             if not expected.agrees(np.arange(_size(rows)), _Output(_applied(step, rows, targets)[0])):
                 return f"{_called(step)}, which gives other values each time (fix its random_state)"
-            return f"{_called(step)}, which gives a row other values alone than among others"
-    return None
+            return _MOVED.format(_called(step))
+    return _MOVED.format(_called(step)) if _minds_far_rows(step, rows, targets, expected) else None
+
+
+def _minds_far_rows(step: Any, rows: Any, targets: Any, expected: "_Output") -> bool:
+    """Whether rows change when two more are there, far outside of them: by a maximum above a limit, say."""
+    if not isinstance(rows, np.ndarray) or rows.dtype.kind != "f" or rows.ndim != 2:
+        return False
+    far = _FAR * (1 + np.nanmax(np.abs(rows), axis=0, keepdims=True))
+    try:
+        more = None if targets is None else np.concatenate([np.asarray(targets), np.asarray(targets)[:2]])
+        found = _Output(_applied(step, np.concatenate([rows, far, -far]), more)[0])
+    except Exception:
+        return False  # it refuses such rows
+    return found.size == len(rows) + 2 and not found.agrees(np.arange(len(rows)), expected)
 
 
 def _fitted(names: list[str]) -> str:

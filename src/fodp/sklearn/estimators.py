@@ -26,6 +26,7 @@ from fodp.sklearn.inputs import by_schema, checked_rows, declared_bounds, scaled
 from fodp.sklearn.papers import for_private_steps, for_public_rows
 from fodp.trainer import Trainer
 from fodp.training.callbacks import WeightAverage
+from fodp.training.order import refuse_other_ledger
 
 Build = Callable[[int, int], nn.Module]
 PublicSchema = Schema | Mapping[str, Any] | str | Path
@@ -114,11 +115,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
                 "a fit on rows that are declared public (data_is_public=True) has nothing to charge: leave out "
                 "ledger=, or data_is_public= if the rows are private"
             )
-        if self.ledger is not None and not isinstance(self.ledger, Ledger) and not callable(self.ledger):
-            raise ConfigurationError(
-                f"ledger must be a fodp.Ledger, or a function that opens one, got {shown(self.ledger)}: "
-                "fodp.Ledger('people.sqlite', dataset='people')"
-            )
+        refuse_other_ledger(self.ledger, may_open=True)
         undeclared = self._undeclared()
         if undeclared:
             raise ConfigurationError("; and ".join(undeclared))

@@ -38,7 +38,8 @@ def checked_rows(estimator: Any, rows: Any, reset: bool) -> Floats:
         kind = "NaN (a missing value)" if np.isnan(found[row, place]) else "infinity"
         problem = DataError(
             f"{_where(rows, row, place)} is {kind}: put a public number in its place, for instance by "
-            "SimpleImputer(strategy='constant', fill_value=0), or drop that row"
+            "SimpleImputer(strategy='constant', fill_value=0, keep_empty_features=True), or drop "
+            "that row"
         )
     raise problem  # not within the except: the error that it replaces may hold a row
 

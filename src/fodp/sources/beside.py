@@ -17,8 +17,9 @@ from fodp._checks import PrivacyError
 ADVICE = (
     "what a lot leaves there has no noise and no bound, whatever becomes of it later (a checkpoint, the next lot's "
     "loss): leave it out of training, update it from public data or from the model's weights, or make it a part of the "
-    "model that is trained"
+    "model that is trained (in Lightning public_state= names what is made of the weights alone)"
 )
+_COPIED = 2**12  # entries of frozen parameters that are compared by value
 
 
 @dataclass
@@ -30,10 +31,11 @@ class _Held:
     copy: Any
     holder: dict[str, Any] | None = None  # where it has its name; another value there is a change, too
     key: str = ""
+    empty: Any = None  # a metric that was reset tells nothing
 
     def put_back(self) -> None:
         """As it was, also under its name."""
-        if isinstance(self.value, Tensor) and not _same(self.value, self.copy):
+        if isinstance(self.value, Tensor) and isinstance(self.copy, Tensor) and not _same(self.value, self.copy):
             with torch.no_grad():
                 self.value.copy_(self.copy)
         elif not isinstance(self.value, Tensor) and self.holder is not None:
@@ -45,9 +47,9 @@ class _Held:
 class KeptModule:
     """What a module and its parts hold beside their parameters, to be compared after a private pass.
 
-    Buffers, states of metrics (torchmetrics) and extra state are compared by their names, other tensors only for being
-    written into: a plain attribute is in no checkpoint. Parts in `leaving_out` are not looked at, nor names that begin
-    with one of `public`.
+    Buffers, frozen parameters, states of metrics (torchmetrics) and extra state are compared by their names, other
+    tensors only for being written into: a plain attribute is in no checkpoint. Parts in `leaving_out` are not looked
+    at, nor names that begin with one of `public`.
     """
 
     def __init__(
@@ -61,8 +63,8 @@ class KeptModule:
         now = {held.name: held for held in self._found()}
         changed = [name for name, held in self._held.items() if self._has_changed(held, now.get(name))]
         changed += [name for name, held in now.items() if held.holder is not None and name not in self._held]
-        self.restore()
         if changed:
+            self.restore()
             raise PrivacyError(f"{who} keeps {changed[0]} of the lots that it sees, and {ADVICE}")
 
     def restore(self) -> None:
@@ -81,12 +83,15 @@ class KeptModule:
             for name, buffer in list(part._buffers.items()):
                 if buffer is not None and not self._is_public(prefix + name):
                     yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), part._buffers, name)
+            for name, frozen in list(part._parameters.items()):
+                if frozen is not None and not frozen.requires_grad and not self._is_public(prefix + name):
+                    yield _Held(f"the parameter {prefix}{name}", frozen, _mark(frozen), part._parameters, name)
             states = vars(part).get("_defaults")
             for name, value in list(vars(part).items()):
                 if self._is_public(prefix + name):
                     continue
                 if isinstance(states, dict) and name in states:
-                    yield _Held(f"the state {prefix}{name}", value, _copied(value), vars(part), name)
+                    yield _Held(f"the state {prefix}{name}", value, _copied(value), vars(part), name, states[name])
                 elif isinstance(value, Tensor) and not value.requires_grad:
                     yield _Held(f"the tensor {prefix}{name}", value, _copied(value))
             if type(part).get_extra_state is not nn.Module.get_extra_state:
@@ -97,6 +102,8 @@ class KeptModule:
         return bool(self._public) and name.startswith(self._public)
 
     def _has_changed(self, before: _Held, now: _Held | None) -> bool:
+        if now is not None and before.empty is not None and _same(now.copy, before.empty):
+            return False
         if before.holder is not None:
             return now is None or not _same(now.copy, before.copy)
         return not _same(before.value, before.copy)
@@ -132,6 +139,13 @@ class Beside:
         for module in self._used:
             self._kept[module].restore()
         self._kept, self._covered, self._used = {}, set(), set()
+
+
+def _mark(frozen: Tensor) -> Any:
+    """By what a parameter is known that does not train: a copy of a small one, else its place and count of writes."""
+    if frozen.is_cpu and frozen.numel() <= _COPIED:
+        return frozen.detach().clone()
+    return id(frozen), frozen._version, frozen.data_ptr()
 
 
 def _copied(value: Any) -> Any:

@@ -106,35 +106,43 @@ class Between(TorchFunctionMode):
         return hear
 
     def _enter(self) -> None:
-        """Below all other modes, which come and go in their own order; torch.set_default_device wants to be lower."""
-        if self._on:
-            return
-        above = []
-        if stack := _get_current_function_mode_stack():
-            lowest = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-            above = [_pop_mode() for mode in stack if mode is not lowest]
-        _push_mode(self)
-        for mode in reversed(above):
-            _push_mode(mode)
+        if not self._on:
+            enter_below(self)
         self._on = True
 
     def _leave(self) -> None:
         if not self._on:
             return
         self._on = False
-        if self not in _get_current_function_mode_stack():
-            if not self._rows:
-                return
+        if not leave(self) and self._rows:
             raise ConfigurationError(
                 "between the loader and optimizer.step() a function mode was taken away that was not entered there, or "
                 "they run in different threads, so that the loss could not be watched: take the batch and step in one "
                 "thread, and enter a mode of your own around both"
             )
-        above = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+
+
+def enter_below(mine: TorchFunctionMode) -> None:
+    """Below all other modes, which come and go in their own order; torch.set_default_device wants to be lower."""
+    above = []
+    if stack := _get_current_function_mode_stack():
+        lowest = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+        above = [_pop_mode() for mode in stack if mode is not lowest]
+    _push_mode(mine)
+    for mode in reversed(above):
+        _push_mode(mode)
+
+
+def leave(mine: TorchFunctionMode) -> bool:
+    """Take a mode away, wherever it lies; False: it is not there."""
+    if mine not in _get_current_function_mode_stack():
+        return False
+    above = []
+    while (mode := _pop_mode()) is not mine:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+    return True
 
 
 def _coupled(func: Any, args: Any, kwargs: Any, rows: int) -> str | None:

@@ -7,12 +7,17 @@ compared, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp._looks import is_rare
+from fodp.clipping.padding import ADVICE
 from fodp.sources.between import WAY_OUT
 from fodp.sources.tape import Memories, Tape, same_functions
 
@@ -24,7 +29,8 @@ _COUPLED = (
     "mean, a mean over tokens of unequal counts, a normalisation over the lot, pairs)"
 )
 _MEMORY = (
-    "the loss uses a tensor that was computed from an earlier lot (a running mean, class centres): what one lot leaves "
+    "the loss, or what the model is given, uses a tensor that was computed from an earlier lot (a running "
+    "mean, class centres): what one lot leaves "
     "for the next has no noise, and no bound on what one example changes. Leave it out, or keep it in the model as "
     "something that is trained"
 )
@@ -32,12 +38,27 @@ _NOT_FOLLOWED = (
     "the loss cannot be followed from the model's outputs to backward (it is compiled or scripted, or has a backward "
     "pass of its own), so that it cannot be seen whether it is the {} of its examples' own losses"
 )
+_PADDED = (
+    "the loss of an example depends on how far other examples of the lot make it padded (a mean over all positions, or "
+    f"positions of padding that count): one long example would change the gradients of all: {ADVICE}"
+)
 _REDUCTION = (
     "the loss is not the {} of its examples' own losses, as loss_reduction says: how much one example weighs depends "
     "on how many others are in the lot"
 )
 
+_MIXED_ROWS = (
+    "what the model is given mixes the examples of the lot: a row is another with other rows beside it (mixup, a "
+    "normalisation by the lot). Do it by numbers that are public, or one record at a time in the data set or collate_fn"
+)
+_UNKNOWN_ROWS = (
+    "nothing that the model is given was computed by PyTorch from the loader's batch, so that it cannot be seen "
+    "whether each of its rows is of one record alone (a mean or a padding over the lot would break the bound): "
+    "make the model's inputs in the data set or collate_fn"
+)
+
 Rows = Callable[[Tensor], Tensor]
+Shapes = Sequence[tuple[int, dict[tuple[int, ...], tuple[int, ...]]]]  # of a row: shapes in the lot, and its own alone
 
 
 class Coupling:
@@ -45,17 +66,22 @@ class Coupling:
 
     def __init__(self, mean: bool):
         self._word = "mean" if mean else "sum"
+        self._divided_by: set[int] = set()  # widths of lots that their losses were divided by
         self._steps: set[int] = set()  # whose lots of two or more rows were looked at
         self._reduction_known = False
         self._earlier: Tape | None = None
         self._of_earlier_lots: Memories = {}
+        self._has_warned = False
 
-    def wants(self, step: int, look_again: bool) -> bool:
+    def wants(self, step: int, look_again: bool, padded: bool) -> bool:
         """Whether to keep a tape of this step's lot: of the first steps, and of later ones that are looked at."""
+        if padded:
+            return True
         if step in self._steps:
             return False
         few = len(self._steps) < FIRST_LOTS
-        return few or look_again or (not self._reduction_known and len(self._steps) < _MOST)
+        after_a_look = is_rare(step - 1)  # a memory shows in the lot after the one that it was made of
+        return few or look_again or after_a_look or (not self._reduction_known and len(self._steps) < _MOST)
 
     def tape(self, rows: int) -> Tape:
         """A tape for a lot of so many rows."""
@@ -66,14 +92,33 @@ class Coupling:
         found = self._of_earlier_lots | tape.made()
         self._of_earlier_lots = {identity: tensor for identity, tensor in found.items() if tensor() is not None}
 
-    def refuse(self, tape: Tape, step: int) -> None:
-        """Raise unless one example's gradient depends on that example alone, as far as this lot shows."""
-        problem = self._problem(tape)
+    def refuse_inputs(self, tape: Tape, given: Sequence[Tensor]) -> None:
+        """Raise if a row of what the model is given depends on other rows of the lot, or on earlier lots."""
+        if not any(tensor.shape[:1] == (tape.rows,) for tensor in given):
+            return  # some of the rows, for a score
+        made = [tensor for tensor in given if tape.knows(tensor)]
+        if not made and not self._has_warned:
+            self._has_warned = True
+            _checks.warn(_UNKNOWN_ROWS)
+        if not made:
+            return
+        tape = tape.aimed(made)
+        if tape.reads_memories():
+            raise ConfigurationError(_MEMORY)
+        if tape.rows > 1 and tape.calls() and any(map(_has_moved, repeat(tape), _replacements(tape))):
+            raise ConfigurationError(_MIXED_ROWS)
+
+    def refuse(self, tape: Tape, step: int, shapes: Shapes = ()) -> None:
+        """Raise unless one example's gradient depends on that example alone, as far as this lot shows.
+
+        `shapes` are those of some records alone, where the lot is padded.
+        """
+        problem = self._problem(tape) or self._effect_of_padding(tape, shapes)
         if problem:
             earlier = any(step != other for other in self._steps)
             raise ConfigurationError(
                 problem
-                if problem == _MEMORY
+                if problem in (_MEMORY, _PADDED)
                 else f"{problem}: {WAY_OUT}"
                 + (". Earlier lots did not show it, and what was released from them is not covered" if earlier else "")
             )
@@ -90,6 +135,14 @@ class Coupling:
         if tape.rows > 1 and any(_moves(tape, rows, same) for rows, same in _replacements(tape)):
             return _COUPLED
         return _REDUCTION.format(self._word) if self._other_reduction(tape) else ""
+
+    def _effect_of_padding(self, tape: Tape, shapes: Shapes) -> str:
+        """What is wrong if the loss says something else of a record where all are as short as it is alone."""
+        for row, known in shapes:
+            self._divided_by |= {width for width in _widths(known) if _divides_by(tape, width)}
+            if len(self._divided_by) > 1 or _minds_padding(tape, row, known):
+                return _PADDED
+        return ""
 
     def _other_reduction(self, tape: Tape) -> bool:
         """Whether the loss weighs rows otherwise in a smaller lot."""
@@ -167,6 +220,17 @@ def _moves(tape: Tape, rows: Rows, same: Tensor) -> bool:
     return moved is not None and moved > _allowed(tape)
 
 
+def _has_moved(tape: Tape, replaced: tuple[Rows, Tensor]) -> bool:
+    """Whether the rows that stay are others in the model's inputs, where other rows are replaced."""
+    rows, same = replaced
+    try:
+        before, after = tape.ends(lambda value: value), tape.ends(rows)
+    except Exception:
+        return False
+    pairs = [[t[same.to(t.device)] if t.shape[:1] == (tape.rows,) else t for t in ts] for ts in (before, after)]
+    return _distance(*pairs) > _allowed(tape)
+
+
 def _moved_by(tape: Tape, rows: Rows, before: Tensor, after: Tensor) -> float | None:
     """By how much the back-signals of rows move that are at `before` and then at `after`; None: it cannot be run so."""
     try:
@@ -176,6 +240,39 @@ def _moved_by(tape: Tape, rows: Rows, before: Tensor, after: Tensor) -> float | 
     mine = [g[before.to(g.device)] if g.dim() else g for g in tape.real()]
     theirs = [g[after.to(g.device)] if g.dim() else g for g in changed]
     return _distance(mine, theirs)
+
+
+def _minds_padding(tape: Tape, row: int, own: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    def alone(value: Tensor) -> Tensor:
+        shape = own.get(tuple(value.shape[1:]), value.shape[1:])
+        return value[torch.full((tape.rows,), row)][(slice(None), *map(slice, shape))]
+
+    for widths in ({}, _widths(own)):  # the second where calls name the lot's own
+        try:
+            changed = tape.again(alone, widths)
+            break
+        except Exception:
+            changed = []
+    for here, there in zip(tape.real(), changed, strict=False):
+        if here.dim():
+            same = torch.zeros_like(here[:1])
+            same[(slice(None), *map(slice, there.shape[1:]))] = there[row : row + 1]
+            if _distance([here[row : row + 1]], [same]) > _allowed(tape):
+                return True
+    return False
+
+
+def _widths(own: dict[tuple[int, ...], tuple[int, ...]]) -> dict[int, int]:
+    """How wide the lot is, and a record alone; a language model's shifted labels are one less."""
+    found = {a: b for long, short in own.items() for a, b in zip(long, short, strict=True) if a != b}
+    return {a - 1: b - 1 for a, b in found.items()} | found
+
+
+def _divides_by(tape: Tape, width: int) -> bool:
+    """Whether a plain number by which something is divided, or that it is multiplied with, may be a lot's width."""
+    calls = [call for call in tape.calls() if call.scales()]
+    numbers = [n for call in calls for n in tree_leaves((call.args, call.kwargs)) if type(n) in (int, float)]
+    return any(_among(number, [width]) for number in numbers)
 
 
 def _distance(mine: list[Tensor], theirs: list[Tensor]) -> float:

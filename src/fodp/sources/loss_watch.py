@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fodp._checks import DataError
 from fodp._forms import leaves
 from fodp.sampling import Fetcher, tensor_columns
+from fodp.training.between import enter_below, leave
 from fodp.training.reasons import _IGNORED, out_of_range, outside, reason_of, scored
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -40,14 +41,12 @@ class LossWatch(TorchFunctionMode):
             return
         self._batch, self._indices, self._on = batch, indices, True
         if not any(mode is self for mode in torch.overrides._get_current_function_mode_stack()):
-            self.__enter__()  # type: ignore[no-untyped-call]
+            enter_below(self)
 
     def stop(self) -> None:
         """Until the next batch."""
         self._on, self._batch = False, None
-        stack = torch.overrides._get_current_function_mode_stack()
-        if stack and stack[-1] is self:  # else a mode of the user's lies above: this one does nothing any more
-            self.__exit__(None, None, None)
+        leave(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and look at its labels if it is a loss of classes."""

@@ -4,7 +4,7 @@ How a record is compared with itself alone is `fodp.clipping.padding`'s.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from fodp.sampling import Fetcher, Lot
 if TYPE_CHECKING:
     from fodp.sources.recorder import Recorder
 
+Shapes = list[tuple[int, dict[tuple[int, ...], tuple[int, ...]]]]  # of a place: shapes in the lot, and the record's own
 Common = list[tuple[slice, ...]]  # of outputs: what a record has alone and in its lot
 
 
@@ -34,6 +35,7 @@ class Padded:
     source: Source
     batched_by: str | None
     rows: int
+    shapes: Shapes = field(default_factory=list)
 
     def refuse_difference(self, recorder: "Recorder", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if the model gives a record another output, or that another gradient, with its lot's padding than
@@ -54,6 +56,8 @@ class Padded:
             for i, place in zip(places, sources, strict=True):
                 in_lot[i], alone[i] = leaves[i].detach()[row : row + 1], own[place]
             passes = [_OnePass(recorder, given, form, self.source, record) for given in (in_lot, alone)]
+            outputs = [each.outputs(False) for each in passes]
+            self.shapes.append((row, _shapes([*self.batch, *outputs[0]], [*own, *outputs[1]])))
             if not self_check.is_rounding(recorder, _apart(passes), lambda passes=passes: _apart(passes, True)):  # type: ignore[misc]
                 raise DataError(
                     f"the model's output for a record depends on how far other records of its lot make "
@@ -128,6 +132,17 @@ def _apart(passes: list[_OnePass], double: bool = False) -> float:
     if [n.shape for n in in_lot] != [n.shape for n in alone]:
         return float("inf")
     return max((moved(a, b) for a, b in zip(in_lot, alone, strict=True)), default=0.0)
+
+
+def _shapes(in_lot: list[Any], alone: list[Any]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What shape a record's tensors have alone, by that in the lot; nothing where one shape has become two."""
+    pairs = {(tuple(a.shape[1:]), tuple(b.shape[1:])) for a, b in zip(in_lot, alone, strict=False) if _two(a, b)}
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else {}
+
+
+def _two(here: Any, alone: Any) -> bool:
+    return isinstance(here, Tensor) and isinstance(alone, Tensor) and 0 < here.dim() == alone.dim()
 
 
 def _weights(part: Tensor) -> Tensor:

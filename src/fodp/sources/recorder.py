@@ -115,7 +115,7 @@ class Recorder(Engine):
         if self._tape is not None:
             self._coupling.over(self._tape)
         rows, tape = len(lot.indices), None
-        if self._coupling.wants(lot.step, self.look_again):
+        if self._coupling.wants(lot.step, self.look_again, self._padded is not None):
             tape = self._coupling.tape(rows)
             for leaf in () if batch is None else _forms.leaves(batch):
                 if isinstance(leaf, Tensor):
@@ -218,7 +218,7 @@ class Recorder(Engine):
             self._compare_sums(self.lot)
         if rows and self._tape is not None:
             with self._quietly():
-                self._coupling.refuse(self._tape, self.lot.step)
+                self._coupling.refuse(self._tape, self.lot.step, () if self._padded is None else self._padded.shapes)
 
     def backward(self, losses: Any) -> None:
         """The backward pass of one loss per example, added up here."""
@@ -341,6 +341,9 @@ class Recorder(Engine):
             return
         self._model_called = True
         rows = len(self.lot.indices)
+        if rows and self._tape is not None:
+            with self._quietly():
+                self._coupling.refuse_inputs(self._tape, _outputs((args, kwargs)))
         if rows and (self._looked_at is self.lot or self.looks.due(self.step, self.look_again)):
             self._look(args, kwargs, self.lot)
         if rows and self._padded is not None:

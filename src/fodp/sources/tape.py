@@ -8,7 +8,7 @@ gave; run on other rows they show whether one example's gradient depends on anot
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,8 @@ _SET = torch.Tensor.__setitem__
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__)
 _ARRAYS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+_NONE: Mapping[int, int] = {}
+_ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]  # what is written there is in the original
 _IGNORED = -100  # PyTorch's ignore_index is among the arguments of a loss, and is no count
 
 
@@ -44,6 +46,10 @@ class Call:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
+
+    def scales(self) -> bool:
+        """Whether its numbers are factors."""
+        return any(word in getattr(self.func, "__name__", "") for word in ("div", "mul"))
 
 
 @dataclass(eq=False)
@@ -69,6 +75,7 @@ class Tape:
         self._made: dict[int, Tensor] = {}
         self._without_grad: set[int] = set()  # what had none when it was made
         self._calls: list[Call] = []
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # with their originals
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # outside tensors that were written into, as they were
         self._roots: tuple[list[Tensor], list[Tensor | None], int] = ([], [], 0)
         self.numbers_read: list[float] = []  # what left the lot's tensors for Python
@@ -120,6 +127,8 @@ class Tape:
         given = _tensors((args, kwargs))
         for tensor in given:
             self._adopt(tensor)
+        if func in _ALIASES and not self._stepped:
+            self._aliases[id(result)] = result, args[0]
         if not any(map(self._is_known, given)):
             return
         if func in _NUMBERS:
@@ -129,7 +138,8 @@ class Tape:
         results = _tensors(result)
         if target is not None and before is not None:
             self._saved[id(target)] = (target, before)
-            self._made |= {id(written): written for written in (target, target._base) if written is not None}
+            behind = self._aliases.get(id(target), (target, target._base))[1]
+            self._made |= {id(written): written for written in (target, behind) if written is not None}
         for tensor in results:
             if not tensor.is_leaf or not tensor.requires_grad:  # not a parameter that was handed through
                 self._made[id(tensor)] = tensor
@@ -154,7 +164,7 @@ class Tape:
     def reads_memories(self) -> bool:
         """Whether the loss was given a tensor that earlier lots have made or written into."""
         given = [t for call in self.calls() for t in _tensors((call.args, call.kwargs))]
-        return any(self._is_memory(t) for t in given if not self._is_new(t))
+        return any(self._is_memory(t) for t in (*given, *self._roots[0]) if not self._is_new(t))
 
     def _is_memory(self, tensor: Tensor) -> bool:
         return id(tensor) in self._earlier and self._earlier[id(tensor)]() is tensor
@@ -239,10 +249,12 @@ class Tape:
                 return leaf.value
         return None
 
-    def again(self, rows: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def again(self, rows: Callable[[Tensor], Tensor], widths: Mapping[int, int] | None = None) -> list[Tensor]:
         """The gradients at `telling`, with `rows(value)` in place of the value of each leaf that has a row for each
-        example; those of rows times the declared mean's number of rows."""
-        return self._run([rows(leaf.value) if self._has_rows(leaf) else leaf.value for leaf in self._leaves.values()])
+        example; those of rows times the declared mean's number of rows. With `widths`, shapes that the calls name, and
+        tensors from outside, have those in place of the lot's."""
+        values = [rows(leaf.value) if self._has_rows(leaf) else leaf.value for leaf in self._leaves.values()]
+        return self._run(values, widths or {})
 
     def again_on(self, larger: "Tape") -> list[Tensor]:
         """The same with the first rows of a larger lot."""
@@ -256,7 +268,36 @@ class Tape:
         other._leaves = {identity: replace(leaf) for identity, leaf in self._leaves.items()}
         return other
 
-    def _run(self, given_values: Sequence[Tensor]) -> list[Tensor]:
+    def aimed(self, tensors: Sequence[Tensor]) -> "Tape":
+        """A copy that ends at these tensors, instead of where a backward pass begins."""
+        other = copy.copy(self)
+        other._roots = (list(tensors), [], len(self._calls))
+        return other
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it is of this lot, or of an earlier one."""
+        return self._is_known(tensor)
+
+    def ends(self, rows: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """What the roots are, with `rows(value)` in place of the value of each leaf that has a row for each example."""
+        given_values = [rows(leaf.value) if self._has_rows(leaf) else leaf.value for leaf in self._leaves.values()]
+        with torch.random.fork_rng(devices=[]):  # the same draws each time
+            given, _ = self._played(given_values)
+        return [given(root) for root in self._roots[0]]
+
+    def _run(self, given_values: Sequence[Tensor], widths: Mapping[int, int] = _NONE) -> list[Tensor]:
+        given, seeds = self._played(given_values, widths)
+        roots, weights, _ = self._roots
+        ends = [given(root) for root in roots]
+        starts = [_start(end, weight) for end, weight in zip(ends, weights, strict=True)]
+        found = torch.autograd.grad(ends, seeds, starts, allow_unused=True)
+        filled = [torch.zeros_like(s) if g is None else g for g, s in zip(found, seeds, strict=True)]
+        return [self._scaled(gradient) for gradient in filled]
+
+    def _played(
+        self, given_values: Sequence[Tensor], widths: Mapping[int, int] = _NONE
+    ) -> tuple[Callable[[Any], Any], list[Tensor]]:
+        """The calls once more: what each tensor is now, and the new values of `telling`."""
         values: dict[int, Tensor] = {}
         seeds, telling = [], {id(leaf.tensor) for leaf in self.telling()}
         for identity, value in zip(self._leaves, given_values, strict=True):
@@ -268,19 +309,18 @@ class Tape:
         values |= {identity: saved.clone() for identity, (_, saved) in self._saved.items()}
 
         def given(leaf: Any) -> Any:
-            return values.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+            return values[id(leaf)] if isinstance(leaf, Tensor) and id(leaf) in values else leaf
+
+        def reshaped(leaf: Any) -> Any:
+            return _narrowed(leaf, widths) if given(leaf) is leaf else given(leaf)
 
         for call in self.calls():
+            change = reshaped if widths and not call.scales() else given
             with torch.set_grad_enabled(call.with_grad), call.context(), warnings.catch_warnings(action="ignore"):
-                result = call.func(*tree_map(given, call.args), **tree_map(given, call.kwargs))
+                result = call.func(*tree_map(change, call.args), **tree_map(change, call.kwargs))
             made = zip(call.results, _tensors(result), strict=True)
             values |= {id(old): new for old, new in made if id(old) not in self._leaves or old is call.target}
-        roots, weights, _ = self._roots
-        ends = [given(root) for root in roots]
-        starts = [_start(end, weight) for end, weight in zip(ends, weights, strict=True)]
-        found = torch.autograd.grad(ends, seeds, starts, allow_unused=True)
-        filled = [torch.zeros_like(s) if g is None else g for g, s in zip(found, seeds, strict=True)]
-        return [self._scaled(gradient) for gradient in filled]
+        return given, seeds
 
     def has_rows_of_its_own(self) -> bool:
         """Whether the loss is given rows that are not known to be the lot's, labels made by hand for one."""
@@ -313,6 +353,14 @@ class Tape:
         """Whether anything was computed with few digits."""
         half = (torch.float16, torch.bfloat16)
         return any(leaf.value.dtype in half for leaf in self.telling()) or any(call.autocast for call in self.calls())
+
+
+def _narrowed(leaf: Any, widths: Mapping[int, int]) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf[tuple(slice(widths.get(size)) for size in leaf.shape)] if leaf.dim() else leaf
+    if isinstance(leaf, torch.Size):
+        return torch.Size(widths.get(size, size) for size in leaf)
+    return widths.get(leaf, leaf) if type(leaf) is int else leaf
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ from fodp.session import Session
 from fodp.state.ledgers import open_account
 from fodp.state.published import privacy_card, stated_epsilon
 from fodp.state.witness import witness_of
+from fodp.training.order import refuse_other_ledger
 
 LedgerGiven = Ledger | Callable[[], Ledger] | None
 
@@ -50,7 +51,11 @@ class Course:
     def ledger(self) -> Ledger | None:
         """The ledger that the run is kept in, opened now if it was given as a function."""
         if self._ledger is not None and not isinstance(self._ledger, Ledger):
-            self._ledger = self._ledger()
+            opened = self._ledger()
+            if opened is None:  # a run that nobody counts
+                raise ConfigurationError("the function given as ledger= opened no ledger: let it return one")
+            refuse_other_ledger(opened)
+            self._ledger = opened
         return self._ledger
 
     def keep_in(self, ledger: Ledger | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError
@@ -18,7 +18,7 @@ from fodp.methods import Method
 from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
 from fodp.methods.parts.updates import Sgd
-from fodp.plan import Plan
+from fodp.plan import Plan, warn_of_large_rates
 from fodp.session import Session
 
 # Parameters of a method that nothing but its own optimizer uses.
@@ -42,7 +42,14 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
         return made
     if method.owns_optimizer:
         raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigurationError(
+            f"optimizer must be a torch.optim optimizer, made of the model's parameters, got {what}: for example "
+            "torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
     _refuse_what_would_not_act(method)
+    warn_of_large_rates(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -63,7 +70,14 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
 
 def refuse_plateau(scheduler: Any, otherwise: str) -> None:
     """Raise for a scheduler that wants a score: in training there is none that no record is in."""
-    if any(isinstance(part, ReduceLROnPlateau) for part in (scheduler, *getattr(scheduler, "_schedulers", ()))):
+    if isinstance(scheduler, list | tuple):
+        parts = list(scheduler)
+    else:  # SequentialLR and ChainedScheduler, also within each other, and wrappers of others' libraries
+        parts = [*getattr(scheduler, "_schedulers", ()), *getattr(scheduler, "__dict__", {}).values()]
+    for part in parts:
+        if isinstance(part, LRScheduler | list | tuple) and part is not scheduler:
+            refuse_plateau(part, otherwise)
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             "ReduceLROnPlateau wants a score at every step, and there is none to give it: use a scheduler "
             f"of the step alone (StepLR, CosineAnnealingLR), or {otherwise}"

@@ -69,6 +69,11 @@ def _classes(
     if target.dtype not in _WHOLE:
         kind = str(target.dtype).removeprefix("torch.")
         return Reason(f"{kind} labels, where the loss takes int64", "convert them: labels.long()")
+    if target.dim() == input.dim():
+        return Reason(
+            "a whole number for each class, where the loss takes the number of one class",
+            "give that number, labels.argmax(1), or shares of classes in floating point",
+        )
     if target.dim() and out_of_range(target, scored(input), ignore_index).any():
         return outside(scored(input))
     return None
