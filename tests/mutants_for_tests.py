@@ -625,7 +625,7 @@ def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def own_inputs_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.coupling.Coupling.refuse_inputs", lambda *_: None)
+    patch.setattr("fodp.sources.coupling.Coupling.refuse_inputs", lambda *_: None)
 
 
 def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
@@ -634,7 +634,7 @@ def means_by_counts_of_the_lot_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def losses_over_padding_let_through(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.training.coupling.Coupling._effect_of_padding", lambda *_: "")
+    patch.setattr("fodp.sources.coupling.Coupling._effect_of_padding", lambda *_: "")
 
 
 def earlier_lots_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,11 @@ from fodp.sources.recorder import LOOP, TRAINER, Recorder
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
+from fodp.state.ledgers import refuse_other_ledger
 from fodp.training.bad_records import refuse_unlike
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
-from fodp.training.order import refuse_other_ledger, refuse_other_order
+from fodp.training.order import refuse_other_order
 from fodp.training.rehearsal import refuse_hooks
 
 # Modules and optimizers that are private already.

@@ -33,11 +33,12 @@ from fodp.sources.pull import Pull
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
+from fodp.state.ledgers import refuse_other_ledger
 from fodp.training.bad_records import BadRecord, explain_step
-from fodp.training.callbacks import Callback
+from fodp.training.callbacks import Callback, listed_callbacks
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import PLANNED, fitting_optimizer, refuse_plateau, set_rate, steps_within
-from fodp.training.order import listed_callbacks, refuse_other_ledger, refuse_other_order
+from fodp.training.order import refuse_other_order
 from fodp.training.rehearsal import refuse_hooks, rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop

@@ -38,9 +38,9 @@ from fodp.plan import Plan  # noqa: E402
 from fodp.private_data import refuse_private  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.sources.beside import KeptModule  # noqa: E402
+from fodp.state.ledgers import refuse_other_ledger  # noqa: E402
 from fodp.state.published import privacy_card, stated_epsilon  # noqa: E402
 from fodp.training.fitting import refuse_plateau  # noqa: E402
-from fodp.training.order import refuse_other_ledger  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
 _FLOAT32 = 1 + 2.0**-22  # Lightning keeps float32, which must not round ε down

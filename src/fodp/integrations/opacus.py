@@ -27,8 +27,7 @@ from fodp.ledger import Ledger  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
-from fodp.state.ledgers import fingerprint_of  # noqa: E402
-from fodp.training.order import refuse_other_ledger  # noqa: E402
+from fodp.state.ledgers import fingerprint_of, refuse_other_ledger  # noqa: E402
 
 
 class _Charge(NamedTuple):

@@ -25,10 +25,10 @@ from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.private_data import refuse_private
+from fodp.state.ledgers import refuse_other_ledger
 from fodp.trainer import Result
 from fodp.trainer import Trainer as Private
 from fodp.training.callbacks import Callback
-from fodp.training.order import refuse_other_ledger
 
 try:
     from transformers import Trainer, TrainingArguments

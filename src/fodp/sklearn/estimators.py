@@ -24,9 +24,9 @@ from fodp.plan import Plan
 from fodp.sklearn import habits, targets
 from fodp.sklearn.inputs import by_schema, checked_rows, declared_bounds, scaled
 from fodp.sklearn.papers import for_private_steps, for_public_rows
+from fodp.state.ledgers import refuse_other_ledger
 from fodp.trainer import Trainer
 from fodp.training.callbacks import WeightAverage
-from fodp.training.order import refuse_other_ledger
 
 Build = Callable[[int, int], nn.Module]
 PublicSchema = Schema | Mapping[str, Any] | str | Path

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fodp._checks import DataError
 from fodp._forms import leaves
 from fodp.sampling import Fetcher, tensor_columns
-from fodp.training.between import enter_below, leave
+from fodp.sources.between import enter_below, leave
 from fodp.training.reasons import _IGNORED, out_of_range, outside, reason_of, scored
 
 _LOSSES = (F.cross_entropy, F.nll_loss)

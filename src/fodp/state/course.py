@@ -11,10 +11,9 @@ from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.processes import Turn
 from fodp.session import Session
-from fodp.state.ledgers import open_account
+from fodp.state.ledgers import open_account, refuse_other_ledger
 from fodp.state.published import privacy_card, stated_epsilon
 from fodp.state.witness import witness_of
-from fodp.training.order import refuse_other_ledger
 
 LedgerGiven = Ledger | Callable[[], Ledger] | None
 

@@ -6,10 +6,20 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from fodp._checks import LedgerError
+from fodp._checks import ConfigurationError, LedgerError, shown
 from fodp.ledger import Account, Ledger
 from fodp.ledger.fingerprint import fingerprint
 from fodp.plan import Plan
+
+
+def refuse_other_ledger(ledger: Any, *, may_open: bool = False) -> None:
+    """Raise for what is no ledger, such as its path; `may_open`: a function that opens one will do."""
+    if ledger is None or isinstance(ledger, Ledger) or (may_open and callable(ledger)):
+        return
+    raise ConfigurationError(
+        f"ledger must be a fodp.Ledger{', or a function that opens one' if may_open else ''}, got {shown(ledger)}: "
+        "fodp.Ledger('people.sqlite', dataset='people')"
+    )
 
 
 def open_account(ledger: Ledger, run: str, plan: Plan, steps: int, dataset: Any) -> Account:

@@ -65,6 +65,17 @@ class Callback:
         """Take over what a checkpoint kept."""
 
 
+def listed_callbacks(callbacks: Any) -> list[Callback]:
+    """Callbacks as a list; what is none is refused."""
+    found = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    wrong = [callback for callback in found if not isinstance(callback, Callback)]
+    if wrong or not isinstance(callbacks, Iterable):
+        odd = wrong[0] if wrong else callbacks
+        name = "None" if odd is None else type(odd).__name__
+        raise ConfigurationError(f"callbacks must be a list of callbacks (fodp.callbacks), got {name}: callbacks=[…]")
+    return found
+
+
 class WeightAverage(Callback):
     """A running average of the iterates: post-processing of releases, so it costs no privacy.
 

@@ -1,15 +1,12 @@
 """Arguments in the wrong order or of another kind: told by name, where an attribute error would tell of its own."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fodp._checks import ConfigurationError, shown
-from fodp.ledger import Ledger
+from fodp._checks import ConfigurationError
 from fodp.plan import Plan
-from fodp.training.callbacks import Callback
 
 _WANTED = {
     "model": "a torch.nn.Module",
@@ -27,26 +24,6 @@ def refuse_other_order(door: str, **given: Any) -> None:
         return  # a loss or an optimizer alone is told of with an example
     told = [f"{name} must be {_WANTED[name]}, got {_kind(given[name])}" for name in wrong]
     raise ConfigurationError(f"{door} takes ({', '.join(given)}) in this order: {'; '.join(told)}")
-
-
-def refuse_other_ledger(ledger: Any, *, may_open: bool = False) -> None:
-    """Raise for what is no ledger, such as its path; `may_open`: a function that opens one will do."""
-    if ledger is None or isinstance(ledger, Ledger) or (may_open and callable(ledger)):
-        return
-    raise ConfigurationError(
-        f"ledger must be a fodp.Ledger{', or a function that opens one' if may_open else ''}, got {shown(ledger)}: "
-        "fodp.Ledger('people.sqlite', dataset='people')"
-    )
-
-
-def listed_callbacks(callbacks: Any) -> list[Callback]:
-    """Callbacks as a list; what is none is refused."""
-    found = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
-    wrong = [callback for callback in found if not isinstance(callback, Callback)]
-    if wrong or not isinstance(callbacks, Iterable):
-        name = _kind(wrong[0] if wrong else callbacks)
-        raise ConfigurationError(f"callbacks must be a list of callbacks (fodp.callbacks), got {name}: callbacks=[…]")
-    return found
 
 
 def _fits(name: str, value: Any) -> bool:
