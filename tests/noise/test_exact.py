@@ -14,9 +14,9 @@ import fodp
 from fodp.clipping import Engine, Gradients
 from fodp.data.models import cross_entropy
 from fodp.noise import Streams, exact
-from fodp.noise import release as release_module
 from fodp.noise.exact import CELLS, SUM_ALLOWANCE, decide, raised, rounded_normals
 from fodp.queries import Query
+from fodp.release import release
 from statistics_for_tests import ACCEPT, REJECT, exceedance_p, variance_p
 
 SEEDED = Streams.seeded(5)
@@ -131,8 +131,8 @@ def share_off_the_grid(values: torch.Tensor, grid: float) -> float:
 def test_the_attack_on_low_bits_works_on_floats():
     """Mironov's attack in its simplest form. Near zero 1 + noise is a multiple of 2^-25, for 1 - ε is; 0 + noise is
     any float. So one look at the low bits of one coordinate near zero tells a sum of 0 from a sum of 1 for sure."""
-    assert share_off_the_grid(near_zero(release_module.release, 1.0), 2.0**-25) == 0
-    assert share_off_the_grid(near_zero(release_module.release, 0.0), 2.0**-25) > 0.9
+    assert share_off_the_grid(near_zero(release, 1.0), 2.0**-25) == 0
+    assert share_off_the_grid(near_zero(release, 0.0), 2.0**-25) > 0.9
 
 
 @pytest.mark.parametrize("total", [0.0, 1.0, -0.3])

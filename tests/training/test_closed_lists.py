@@ -22,6 +22,8 @@ from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
+from fodp.sampling import PoissonSampler
+from fodp.session import Session
 from fodp.state import checkpoint
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
@@ -316,14 +318,14 @@ def trained(tmp_path, seeded, ledger):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     trainer = Trainer(model, losses, records(), plan, callbacks=callbacks, ledger=book)
-    draw, sizes = trainer.run.draw, {SIZE}
+    draw, sizes = trainer.session.lots.draw, {SIZE}
 
     def watched(*args, **kwargs):
         lot = draw(*args, **kwargs)
         sizes.add(len(lot.indices))
         return lot
 
-    trainer.run.draw = watched
+    trainer.session.lots.draw = watched
     trainer.fit()
     return sizes
 
@@ -369,7 +371,7 @@ class TestMutants:
     """The lists catch what they are for."""
 
     def test_the_size_of_the_data_in_a_ledger_row(self, tmp_path, monkeypatch):
-        from fodp.training import bookkeeping, trainer
+        from fodp.state import course, ledgers
 
         def talkative(ledger, run, plan, steps, dataset):
             append = ledger.store.append
@@ -379,9 +381,9 @@ class TestMutants:
                 return append(kind, *args, data=data, **kwargs)
 
             monkeypatch.setattr(ledger.store, "append", more)
-            return bookkeeping.open_account(ledger, run, plan, steps, dataset)
+            return ledgers.open_account(ledger, run, plan, steps, dataset)
 
-        monkeypatch.setattr(trainer, "open_account", talkative)
+        monkeypatch.setattr(course, "open_account", talkative)
         faults = faults_of(tmp_path, seeded=False, ledger=True)
         assert "run.data.records is not listed" in faults
         assert f"the private number {SIZE}" in faults
@@ -394,18 +396,17 @@ class TestMutants:
         assert faults_of(tmp_path, seeded=False, ledger=True) == [f"the private number {SIZE}"]
 
     def test_the_size_of_a_lot_in_a_checkpoint(self, tmp_path, monkeypatch):
+        draw, state = PoissonSampler.draw, Session.state_dict
 
-        step = Run.take_step
+        def counting(self, *words):
+            lot = draw(self, *words)
+            Session.last_lot = len(lot.indices)
+            return lot
 
-        def counting(self):
-            released = step(self)
-            self.last_lot = len(self._lots[-1].indices)
-            return released
-
-        state = Run.state_dict
-        monkeypatch.setattr(Run, "take_step", counting)
+        monkeypatch.setattr(Session, "last_lot", 0, raising=False)
+        monkeypatch.setattr(PoissonSampler, "draw", counting)
         monkeypatch.setattr(
-            Run, "state_dict", lambda self, **how: {**state(self, **how), "lot": getattr(self, "last_lot", 0)}
+            Session, "state_dict", lambda self, **how: {**state(self, **how), "lot": self.last_lot}
         )
         faults = faults_of(tmp_path, seeded=False, ledger=False)
         assert ".state.lot is not listed" in faults

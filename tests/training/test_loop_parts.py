@@ -175,12 +175,9 @@ class Doubling(fodp.methods.METHODS["dp-sgd"]):
 
     name = "doubling"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        return run.release(
-            lot, 0.5 * gradients.clipped_sum(2 * run.clip_norm), run.plan.noise_multiplier * run.clip_norm
-        )
+    def step(self, step, state):
+        query = 0.5 * step.gradients(step.draw()).clipped_sum(2 * step.clip_norm)
+        return step.release(query, step.plan.noise_multiplier * step.clip_norm)
 
 
 @pytest.mark.rule(14)

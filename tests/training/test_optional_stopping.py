@@ -26,7 +26,7 @@ from fodp.ledger.card import card, summary
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Evaluate
 from fodp.training.export import privacy_card
-from fodp.training.fitting import stated_epsilon
+from fodp.state.published import stated_epsilon
 
 
 def plan(**changes):
@@ -153,7 +153,7 @@ class TestBudget:
                     trainer.ledger.release(trainer.run_id)
                     store = trainer.ledger.store
                     with store.writing():
-                        store.append("run", "people", "other", steps=1, rdp=trainer._account.budget.capacity * 0.99)
+                        store.append("run", "people", "other", steps=1, rdp=trainer.course.account.budget.capacity * 0.99)
 
         budget = (1.05 * plan().epsilon(), 1e-5)
         cut = trainer(ledger=self.ledger(tmp_path, budget), callbacks=[Others()])
