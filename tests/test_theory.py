@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase, rdp_curve
-from fodp.layout import GradientBuffer
 from fodp.data import load, models
+from fodp.layout import GradientBuffer
 from fodp.memory import noise_floor
 from fodp.step import Step
 from sessions_for_tests import session

@@ -41,7 +41,9 @@ def run(pictures, flat=False, copies=3, **options):
     dataset = TensorDataset(pictures, torch.zeros(len(pictures), dtype=torch.int64))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(128, 2))
-    return fodp.Trainer(model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options)
+    return fodp.Trainer(
+        model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options
+    )
 
 
 def by_row(trainer, step):

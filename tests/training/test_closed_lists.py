@@ -405,9 +405,7 @@ class TestMutants:
 
         monkeypatch.setattr(Session, "last_lot", 0, raising=False)
         monkeypatch.setattr(PoissonSampler, "draw", counting)
-        monkeypatch.setattr(
-            Session, "state_dict", lambda self, **how: {**state(self, **how), "lot": self.last_lot}
-        )
+        monkeypatch.setattr(Session, "state_dict", lambda self, **how: {**state(self, **how), "lot": self.last_lot})
         faults = faults_of(tmp_path, seeded=False, ledger=False)
         assert ".state.lot is not listed" in faults
         assert any("the private number" in fault for fault in faults)

@@ -23,10 +23,10 @@ from fodp.accounting.budget import RenyiBudget
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
+from fodp.state.published import stated_epsilon
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Evaluate
 from fodp.training.export import privacy_card
-from fodp.state.published import stated_epsilon
 
 
 def plan(**changes):
@@ -153,7 +153,9 @@ class TestBudget:
                     trainer.ledger.release(trainer.run_id)
                     store = trainer.ledger.store
                     with store.writing():
-                        store.append("run", "people", "other", steps=1, rdp=trainer.course.account.budget.capacity * 0.99)
+                        store.append(
+                            "run", "people", "other", steps=1, rdp=trainer.course.account.budget.capacity * 0.99
+                        )
 
         budget = (1.05 * plan().epsilon(), 1e-5)
         cut = trainer(ledger=self.ledger(tmp_path, budget), callbacks=[Others()])
