@@ -300,7 +300,7 @@ def test_every_method_trains_on_people_and_resumes_bit_for_bit(method, tmp_path)
     whole = trainer_of(method)
     assert whole.fit().reason == "finished"
     first, second = trainer_of(method), trainer_of(method)
-    first.last_step = 2
+    first.course.last_step = 2
     first.fit()
     first.save(tmp_path / "half.pt")
     second.resume(tmp_path / "half.pt")
@@ -318,7 +318,7 @@ def test_ascent_is_taken_by_person():
 @pytest.mark.rule(11)
 def test_a_checkpoint_of_people_is_not_gone_on_with_for_records(tmp_path):
     first = trainer_of("dp-sgd")
-    first.last_step = 2
+    first.course.last_step = 2
     first.fit()
     first.save(tmp_path / "half.pt")
     plan = people_plan(noise_multiplier=1.0, steps=4, seed=7, unit="record", records_per_person=None)

@@ -11,8 +11,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.clipping import Engine, Gradients
+from fodp.clipping import Engine
+from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
+from fodp.gradients import Gradients
 from fodp.noise import Streams, exact
 from fodp.noise.exact import CELLS, SUM_ALLOWANCE, decide, raised, rounded_normals
 from fodp.queries import Query
@@ -190,7 +192,8 @@ def test_an_exact_sum_is_released_with_what_float32_leaves_of_it():
 
     def cells(*rows):
         batch = (torch.tensor(rows).view(-1, 1),)
-        query = Gradients(Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop"), batch, exact=True).clipped_sum(1.0)
+        engine = Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop")
+        query = Gradients(Chunks(engine, batch, exact=True), engine.layout, exact=True).clipped_sum(1.0)
         released = exact.release(query + torch.tensor([-64.0]), 1e-4, SEEDED, 0, "noise")
         return float(released) / (raised(1e-4, 1.0, 1) / CELLS)
 

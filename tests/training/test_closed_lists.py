@@ -111,14 +111,12 @@ def checkpoint_list(seeded, ledger, callbacks):
         "optimizer": {"state": {}, "param_groups": [GROUP]},
         "scheduler": NoneType,
         "state": {
-            "method": MEMORY,
-            "filter": {},
-            "clip_norm": NoneType,
+            "states": {"method": MEMORY, "filter": {}},
             "noise_stds": Each(float),
             "kernels": bool,
             "device": str,
             # Where lots are split says something about the records in them: seeded runs need it to repeat.
-            "rows_at_once": (int, NoneType) if seeded else NoneType,
+            "source": {"rows_at_once": (int, NoneType)} if seeded else NoneType,
         },
         "metrics": SCORES,
         "callbacks": callbacks,
@@ -446,11 +444,12 @@ def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
     wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
     params = {**PARAMS, "average": str}
-    state = {**wanted["state"], "average": {"mean": torch.Tensor, "count": int}}
+    states = {**wanted["state"]["states"], "average": {"mean": torch.Tensor, "count": int}}
+    state = {**wanted["state"], "states": states}
     listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}
     saved = checkpoint.load(tmp_path / "c.pt")
     assert unlisted(saved, {**listed, "iterate": torch.Tensor}) == []
-    assert saved["state"]["average"]["count"] == 4
+    assert saved["state"]["states"]["average"]["count"] == 4
 
 
 @pytest.mark.rule(12)
@@ -461,7 +460,7 @@ def test_a_rate_rule_adds_an_average_of_iterates_and_its_votes_to_a_checkpoint(t
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
-    state = checkpoint.load(tmp_path / "c.pt")["state"]
+    state = checkpoint.load(tmp_path / "c.pt")["state"]["states"]
     votes = {"mean": Each(torch.Tensor), "seen": int, "votes": float, "variance": float}
     assert unlisted(state["rate"], votes) == []
     assert state["rate"]["seen"] == 4

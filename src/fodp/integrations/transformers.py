@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fodp import training
 from fodp._checks import ConfigurationError, LedgerError, listed
 from fodp._extras import need
 from fodp._words import unknown
