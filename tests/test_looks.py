@@ -10,6 +10,7 @@ import fodp
 import fodp.clipping.augmentation
 import fodp.clipping.self_check
 import fodp.sampling
+import fodp.sources.pull
 import fodp.sources.recorder
 from fodp._looks import Looks, is_rare
 from fodp.sampling import Lot, PoissonSampler
@@ -72,7 +73,7 @@ def looked(monkeypatch):
         original = getattr(place, name)
 
         def noted(*args):
-            seen.append((site(*args), current["run"].step))
+            seen.append((site(*args), current["run"].number))
             return original(*args)
 
         monkeypatch.setattr(place, name, staticmethod(noted) if kind is staticmethod else noted)
@@ -80,7 +81,7 @@ def looked(monkeypatch):
     spy(fodp.clipping.self_check, "refuse_unsteady", lambda engine, _: "the loop" if engine._loop else "the loss")
     spy(fodp.clipping.augmentation.Augmentation, "_refuse_unsteady", lambda *_: "augment")
     spy(fodp.sampling.Fetcher, "_refuse_unsteady", lambda *_: "the data set")
-    spy(fodp.Run, "_refuse_mixing_collate", lambda *_: "collate_fn")
+    spy(fodp.sources.pull.Pull, "_refuse_mixing_collate", lambda *_: "collate_fn")
     return seen, current
 
 
@@ -112,7 +113,7 @@ def test_the_first_two_steps_are_looked_at_and_rare_ones(site, microbatch, looke
     run = run_of(site, current, microbatch=microbatch)
     for _ in range(6):
         run.take_step()
-    run.step = RARE
+    run.go_to(RARE)
     run.take_step()
     run.take_step()
     assert steps_of(site, seen) == [*first_steps(site), RARE]
@@ -142,7 +143,7 @@ def test_a_resumed_run_looks_at_its_first_two_steps_again(site, looked, lots):
     seen.clear()
     resumed = run_of(site, current)
     resumed.load_state_dict(state)
-    resumed.step = 5
+    resumed.go_to(5)
     for _ in range(6):
         resumed.take_step()
     assert steps_of(site, seen) == [5 + step for step in first_steps(site)]
@@ -187,7 +188,7 @@ def test_the_second_step_is_looked_at_by_the_trainer():
 @pytest.mark.rule(20)
 def test_an_augmentation_that_mixes_from_the_second_step_on_is_refused():
     def later(batch):
-        return (batch[0] - batch[0].mean(0) if run.step else batch[0]), batch[1]
+        return (batch[0] - batch[0].mean(0) if run.number else batch[0]), batch[1]
 
     run = session(network(), losses, DATA, plan(), augment=later, microbatch=3)
     run.take_step()
@@ -201,7 +202,7 @@ def test_a_data_set_that_remembers_from_the_second_step_on_is_refused():
         count = 0
 
         def __getitem__(self, index):
-            self.count += run.step > 0
+            self.count += run.number > 0
             return DATA[0][index] + 1e-6 * self.count, DATA[1][index]
 
     run = session(network(), losses, Counting(), plan(), microbatch=3)
@@ -218,7 +219,7 @@ def test_a_collate_function_that_remembers_is_refused(start):
     def normalised(records):
         nonlocal mean
         x, y = collate(records)
-        if run is None or run.step < start:
+        if run is None or run.number < start:
             return x, y
         mean = 0.9999 * mean + 1e-4 * x.mean(0)
         return x / mean, y

@@ -16,6 +16,7 @@ from fodp import PrivacyError
 from fodp.methods import METHODS
 from fodp.noise import Streams, keyed_from
 from fodp.people import Owners, PeopleSampler
+from fodp.step import Step
 from models_for_tests import clipped, gradients_by_hand
 from people_for_tests import (
     CLIP,
@@ -170,8 +171,9 @@ def by_hand(model, lot, plan):
 def test_a_sum_is_that_of_people_clipped_one_by_one(person_gradient, options, clip_norm):
     plan = people_plan(person_gradient=person_gradient, clip_norm=clip_norm)
     run = run_of(plan=plan, **options)
-    lot = run.draw()
-    found = run.gradients(lot).clipped_sum(clip_norm)
+    step = Step(run, 0)
+    lot = step.draw()
+    found = step.gradients(lot).clipped_sum(clip_norm)
     assert found.bound == clip_norm
     assert len(by_person(lot)) > 2
     assert torch.allclose(found.value.double(), by_hand(network(), lot, plan), atol=2e-5 * clip_norm)
@@ -265,7 +267,7 @@ def test_a_loss_may_mix_the_records_of_one_person():
         warnings.simplefilter("error")
         fast = run_of(data=numbered(), plan=plan, loss_fn=centred)
         found = fast.take_step()
-    assert fast.engine.path == "layers"
+    assert fast.source.engine.path == "layers"
     assert torch.allclose(
         found, run_of(data=numbered(), plan=plan, loss_fn=centred, engine="loop").take_step(), atol=1e-5
     )
@@ -279,7 +281,7 @@ def test_a_loss_that_mixes_people_takes_the_loop():
     run = run_of(plan=people_plan(sampling_rate=1.0), loss_fn=mixed)
     with pytest.warns(UserWarning, match="one example at a time"):
         run.take_step()
-    assert run.engine.path == "loop"
+    assert run.source.engine.path == "loop"
 
 
 # --- every method ------------------------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def test_every_method_trains_on_people_and_resumes_bit_for_bit(method, tmp_path)
     whole = trainer_of(method)
     assert whole.fit().reason == "finished"
     first, second = trainer_of(method), trainer_of(method)
-    first.last_step = 2
+    first.course.last_step = 2
     first.fit()
     first.save(tmp_path / "half.pt")
     second.resume(tmp_path / "half.pt")
@@ -316,7 +318,7 @@ def test_ascent_is_taken_by_person():
 @pytest.mark.rule(11)
 def test_a_checkpoint_of_people_is_not_gone_on_with_for_records(tmp_path):
     first = trainer_of("dp-sgd")
-    first.last_step = 2
+    first.course.last_step = 2
     first.fit()
     first.save(tmp_path / "half.pt")
     plan = people_plan(noise_multiplier=1.0, steps=4, seed=7, unit="record", records_per_person=None)

@@ -10,7 +10,7 @@ import torch
 import fodp
 from fodp import _checks, accounting, described
 from fodp.accounting import Event, Phase
-from fodp.clipping.norms import limits
+from fodp.clip import limits
 from fodp.methods import METHODS
 
 PAPER = dict(

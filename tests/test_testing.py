@@ -28,11 +28,11 @@ class SignSGD(fodp.Method):
     def events(self, plan):
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        query = gradients.clipped_sum(run.clip_norm)
-        return run.release(lot, query, run.adapt_clip(gradients, query, std(run))).sign()
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        query = gradients.clipped_sum(step.clip_norm)
+        return step.release(query, step.adapt_clip(gradients, query, std(step))).sign()
 
 
 class NoiseForgotten(SignSGD):
@@ -40,10 +40,10 @@ class NoiseForgotten(SignSGD):
 
     name = "noise-forgotten"
 
-    def step(self, run, state):
-        lot = run.draw()
-        query = run.gradients(lot).clipped_sum(run.clip_norm)
-        run.release(lot, query, std(run))
+    def step(self, step, state):
+        lot = step.draw()
+        query = step.gradients(lot).clipped_sum(step.clip_norm)
+        step.release(query, std(step))
         return query.value
 
 
@@ -52,8 +52,8 @@ class NothingReleased(SignSGD):
 
     name = "nothing-released"
 
-    def step(self, run, state):
-        return run.gradients(run.draw()).clipped_sum(run.clip_norm).value
+    def step(self, step, state):
+        return step.gradients(step.draw()).clipped_sum(step.clip_norm).value
 
 
 class BoundUnderstated(SignSGD):
@@ -61,10 +61,10 @@ class BoundUnderstated(SignSGD):
 
     name = "bound-understated"
 
-    def step(self, run, state):
-        lot = run.draw()
-        twice = 2 * run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, Query(twice.value, run.clip_norm, lot), std(run))
+    def step(self, step, state):
+        lot = step.draw()
+        twice = 2 * step.gradients(lot).clipped_sum(step.clip_norm)
+        return step.release(Query(twice.value, step.clip_norm, lot), std(step))
 
 
 @dataclass
@@ -85,8 +85,8 @@ class StateNotSaved(DPSGD):
     def init(self, plan, size):
         return Kept()
 
-    def step(self, run, state):
-        release = super().step(run, state)
+    def step(self, step, state):
+        release = super().step(step, state)
         state.velocity = release if state.velocity is None else 0.9 * state.velocity + release
         return state.velocity.clone()
 
@@ -96,11 +96,11 @@ class SkipsEmptyLots(SignSGD):
 
     name = "skips-empty-lots"
 
-    def step(self, run, state):
-        lot = run.draw()
+    def step(self, step, state):
+        lot = step.draw()
         if not len(lot.indices):
-            return torch.zeros_like(run.parameters())
-        return run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run))
+            return torch.zeros_like(step.parameters())
+        return step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step))
 
 
 class ForgetsToAdapt(SignSGD):
@@ -108,9 +108,9 @@ class ForgetsToAdapt(SignSGD):
 
     name = "forgets-to-adapt"
 
-    def step(self, run, state):
-        lot = run.draw()
-        return run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run)).sign()
+    def step(self, step, state):
+        lot = step.draw()
+        return step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step)).sign()
 
 
 class NamesADrawTwice(SignSGD):
@@ -118,10 +118,10 @@ class NamesADrawTwice(SignSGD):
 
     name = "names-a-draw-twice"
 
-    def step(self, run, state):
-        run.uniform(3, "coin")
-        run.uniform(3, "coin")
-        return super().step(run, state)
+    def step(self, step, state):
+        step.uniform(3, "coin")
+        step.uniform(3, "coin")
+        return super().step(step, state)
 
 
 class OwnGenerator(SignSGD):
@@ -129,8 +129,8 @@ class OwnGenerator(SignSGD):
 
     name = "own-generator"
 
-    def step(self, run, state):
-        return super().step(run, state) + torch.randn(())
+    def step(self, step, state):
+        return super().step(step, state) + torch.randn(())
 
 
 class PromisesTooLittle(SignSGD):
@@ -161,7 +161,7 @@ class FixedRate(SignSGD):
 
     name = "fixed-rate"
 
-    def tune(self, optimizer, run, state):
+    def tune(self, optimizer, session, state):
         for group in optimizer.param_groups:
             group["lr"] = 0.1
 

@@ -22,6 +22,8 @@ from fodp.accounting import Event, Phase, rdp_curve
 from fodp.data import load, models
 from fodp.layout import GradientBuffer
 from fodp.memory import noise_floor
+from fodp.step import Step
+from sessions_for_tests import session
 
 statement = pytest.mark.statement
 
@@ -97,44 +99,32 @@ def planned(**changes):
     return fodp.Plan(**fields | {key: changes[key] for key in changes.keys() - params.keys()}, params=params)
 
 
-class Recorded(fodp.Run):
-    """A run that keeps what no real run may show: lots, clipped sums s_t, queries r_t; and the releases."""
+class Recorded:
+    """A session that keeps what no real run may show: lots, clipped sums s_t, queries r_t; and the releases."""
 
     def __init__(self, model, dataset, plan):
-        super().__init__(model, loss_fn, dataset, plan)
-        self.model = model
+        self.model, self.plan, self.session = model, plan, session(model, loss_fn, dataset, plan)
+        self.state, self.layout = self.session.states["method"], self.session.source.layout
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self.lots, self.sums, self.queries, self.multipliers, self.releases = [], [], [], [], []
-
-    def gradients(self, lot, *args, **kwargs):
-        gradients = super().gradients(lot, *args, **kwargs)
-        self.lots.append(lot.indices)
-        self.sums.append(gradients.clipped_sum(self.plan.clip_norm).value)
-        return gradients
-
-    def release(self, lot, query, std):
-        released = super().release(lot, query, std)
-        self.queries.append(query.value)
-        self.multipliers.append(query.noise_multiplier(std))
-        self._fresh = released.clone()
-        return released
+        self.session.steps_by(lambda session, number: RecordedStep(session, number, self))
 
     def take_step(self):
         """A memory is mixed in after the noise, which is the same sum: r_t is the release without its noise."""
-        released = super().take_step()
-        self.queries[-1] = self.queries[-1] + (released - self._fresh)
+        released = self.session.take_step()
+        self.queries[-1] = self.queries[-1] + (released - self.fresh)
         self.releases.append(released.clone())
         return released
 
     @property
     def parameters(self):
-        return self.engine.layout.read()
+        return self.session.parameters()
 
     def noise(self, t):
         return self.releases[t] - self.queries[t]
 
     def update(self, release):
-        GradientBuffer(self.engine.layout).set(release, self.plan.lot_size)
+        GradientBuffer(self.layout).set(release, self.plan.lot_size)
         self.optimizer.step()
 
     def train(self, steps=None):
@@ -146,6 +136,27 @@ class Recorded(fodp.Run):
         """Take over the transcript of another run: what h_t determines, parameters and memory, and no more."""
         self.model.load_state_dict(other.model.state_dict())
         self.state.load_state_dict(other.state.state_dict())
+
+
+class RecordedStep(Step):
+    """A step that tells its `Recorded` run what it does."""
+
+    def __init__(self, session, number, run):
+        super().__init__(session, number)
+        self.run = run
+
+    def gradients(self, lot, *args, **kwargs):
+        gradients = super().gradients(lot, *args, **kwargs)
+        self.run.lots.append(lot.indices)
+        self.run.sums.append(gradients.clipped_sum(self.run.plan.clip_norm).value)
+        return gradients
+
+    def release(self, query, std):
+        released = super().release(query, std)
+        self.run.queries.append(query.value)
+        self.run.multipliers.append(query.noise_multiplier(std))
+        self.run.fresh = released.clone()
+        return released
 
 
 def recorded(dataset=None, dtype=torch.float64, **changes):
@@ -235,7 +246,7 @@ def test_history_conditioned_query_structure():
         one.update(release)
     assert len(weights[-1]) == 7
     # The memory is a function of the releases and of public numbers: replaying them gives it again, bit for bit.
-    replayed = one.plan.algorithm.init(one.plan, one.engine.layout.size)
+    replayed = one.plan.algorithm.init(one.plan, one.layout.size)
     for release in one.releases:
         replayed.write(release)
     assert torch.equal(replayed.weights, one.state.weights)
@@ -336,7 +347,7 @@ def test_exact_twin_over_a_whole_training_run(params):
     sigma, beta, steps = 1.1, 0.7, 80
     run = recorded(noise_multiplier=sigma, beta=beta, steps=steps, **params)
     twin = recorded(noise_multiplier=sigma / beta, method="dp-sgd", steps=steps)
-    floor = noise_floor(sigma * CLIP_NORM, run.engine.layout.size, gamma=0.1)
+    floor = noise_floor(sigma * CLIP_NORM, run.layout.size, gamma=0.1)
     memory = fodp.FractionalMemory(**params, kappa=floor, zeta=floor)
     start, y_alone = twin.parameters, recorded(noise_multiplier=sigma / beta, method="dp-sgd", steps=steps)
     for t in range(steps):
@@ -936,7 +947,7 @@ def test_scores_of_real_training_are_those_of_pure_noise(scale):
     torch.manual_seed(0)
     trainer = fodp.Trainer(models.build("mlp", splits.card), models.cross_entropy, splits.train, plan)
     trainer.fit()
-    trained, size = trainer.session.states["method"], trainer.source.engine.layout.size
+    trained, size = trainer.session.states["method"], trainer.source.layout.size
     memory = plan.algorithm.init(plan, size)
     mechanism = fodp.GaussianMechanism(
         clip_norm=1.0, noise_multiplier=1.1, beta=0.9, memory=memory, generator=torch.Generator().manual_seed(0)

@@ -32,6 +32,7 @@ from fodp.sources.beside import KeptModule
 from fodp.sources.opening import Opening
 from fodp.sources.push import HeldLots, Push
 from fodp.sources.recorder import LOOP, TRAINER, Recorder
+from fodp.sources.trial import refuse_other_sums
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
@@ -144,6 +145,8 @@ def make_private(
     )
     session = opening.session(push, held)
     fitting_optimizer(session, optimizer)
+    if microbatch is not None:
+        refuse_other_sums(session)
     if not allow_non_finite:
         refuse_non_finite(dataset)
     if collate_fn is None:

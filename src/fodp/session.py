@@ -79,11 +79,14 @@ class Session:
         noise_streams: Streams | None = None,
         public_score: Callable[[], float] | None = None,
     ):
+        for given in (streams, noise_streams or streams):
+            _refuse_other_seed(plan, given)
         self.plan, self.source, self.lots, self.streams, self.processes = plan, source, lots, streams, processes
         self.number = 0  # of the next step
-        self.noise = processes.noise(noise_of(plan, noise_streams or streams))
+        noise = noise_of(plan, noise_streams or streams)
+        self.noise = processes.noise(noise)
         self.rule = _rule(plan, source)
-        self.states: dict[str, Any] = started(plan, source, self.noise, processes)
+        self.states: dict[str, Any] = started(plan, source, noise, processes)
         self.witness: Witness | None = None  # of a seeded run that is kept in a ledger
         self._make_step: MakeStep = Step
         self._public_score = public_score
@@ -294,6 +297,13 @@ class Session:
     def next_round(self, step: int) -> int:
         """The first step from this one on that a resumed secure run may take."""
         return min(self.lots.next_round(step), self.plan.steps)
+
+
+def _refuse_other_seed(plan: Plan, streams: Streams) -> None:
+    """A seeded run must be called seeded, and a secure one must be secure."""
+    if streams.seed != plan.seed:
+        wanted = "secure streams (seed=None)" if plan.seed is None else f"the seed {plan.seed}"
+        raise PrivacyError(f"the plan states {wanted}, these are {streams}: make a plan with their seed")
 
 
 def noise_of(plan: Plan, streams: Streams) -> Noise:

@@ -33,10 +33,9 @@ if "sign-sgd" not in __import__("fodp.methods").methods.METHODS:
         def events(self, plan):
             return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-        def step(self, run, state):
-            lot = run.draw()
-            query = run.gradients(lot).clipped_sum(run.clip_norm)
-            return run.release(lot, query, std=run.plan.noise_multiplier * run.clip_norm).sign()
+        def step(self, step, state):
+            query = step.gradients(step.draw()).clipped_sum(step.clip_norm)
+            return step.release(query, std=step.plan.noise_multiplier * step.clip_norm).sign()
 '''
 
 

@@ -8,6 +8,7 @@ import pytest
 import fodp
 from fodp.cli.main import main
 from fodp.methods import recipe
+from fodp.session import Session
 
 QUICK = ["--epochs", "0.2", "--quiet", "--accountant", "rdp", "--threads", "1", "--seed", "0"]
 NOISE = ["--noise-multiplier", "2", "--method", "dp-sgd"]
@@ -41,14 +42,14 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(capsys, tmp_
 
 
 def test_a_run_that_has_taken_steps_is_kept(capsys, tmp_path, monkeypatch):
-    original = fodp.Run.take_step
+    original = Session.take_step
 
-    def refuses(run):
-        if run.step == 1:
+    def refuses(session):
+        if session.number == 1:
             raise fodp.PrivacyError("the second step is odd")
-        return original(run)
+        return original(session)
 
-    monkeypatch.setattr(fodp.Run, "take_step", refuses)
+    monkeypatch.setattr(Session, "take_step", refuses)
     code, _ = said(capsys, "train", *QUICK, *NOISE, "--out", str(tmp_path / "r"))
     assert code == 2
     assert (tmp_path / "r" / "config.json").exists()
@@ -75,14 +76,14 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_was_charged(capsys
 
 
 def test_an_interrupt_later_says_how_many_steps_are_charged(capsys, tmp_path, monkeypatch):
-    original = fodp.Run.take_step
+    original = Session.take_step
 
-    def interrupts(run):
-        if run.step == 1:
+    def interrupts(session):
+        if session.number == 1:
             raise KeyboardInterrupt(2)
-        return original(run)
+        return original(session)
 
-    monkeypatch.setattr(fodp.Run, "take_step", interrupts)
+    monkeypatch.setattr(Session, "take_step", interrupts)
     code, shown = said(capsys, "train", *QUICK, *NOISE, "--out", str(tmp_path / "r"))
     assert code == 130
     assert "fodp: interrupted: 2 of 2 steps are charged" in shown.err

@@ -15,7 +15,7 @@ from fodp.cli.main import main
 from fodp.clipping.batches import take
 from fodp.data import CARDS, ImageAugmentation, augmentation
 from fodp.data.augmentations import AUGMENTATIONS, random_crop, random_flip
-from sessions_for_tests import session
+from fodp.gradients import HERE
 
 SHAPE, ROWS = (2, 8, 8), 30
 
@@ -41,13 +41,15 @@ def run(pictures, flat=False, copies=3, **options):
     dataset = TensorDataset(pictures, torch.zeros(len(pictures), dtype=torch.int64))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(128, 2))
-    return session(model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options)
+    return fodp.Trainer(
+        model, losses, dataset, plan(), augment=ImageAugmentation(SHAPE, 2, True), copies=copies, **options
+    )
 
 
-def by_row(a_run, step):
-    """The pictures of a lot by (record, copy)."""
-    a_run.step, a_run._lots = step, []
-    batch = a_run._batch(a_run.draw())
+def by_row(trainer, step):
+    """The pictures of a step's lot by (record, copy)."""
+    lot = trainer.session.lots.draw(step)
+    batch = trainer.source.chunks(lot, HERE, None, False).batch
     batch = take(batch, torch.arange(len(batch.records)))
     return {int(number): picture.reshape(SHAPE) for number, picture in zip(batch.records, batch.rows[0], strict=True)}
 

@@ -218,7 +218,7 @@ def test_steps_of_an_earlier_version_are_lost(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         original = Ledger.open
         patch.setattr(Ledger, "open", lambda *words, replays, **named: original(*words, **named))
-        patch.setattr("fodp.trainer.witness_of", lambda run, account: None)
+        patch.setattr("fodp.state.course.witness_of", lambda session, account: None)
         made(tmp_path, callbacks=[Save(tmp_path)], last_step=6).fit()
     with pytest.warns(UserWarning, match="an earlier version of fodp"):
         again = resumed(tmp_path)

@@ -11,12 +11,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.clipping import Engine, Gradients
+from fodp.clipping import Engine
+from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
+from fodp.gradients import Gradients
 from fodp.noise import Streams, exact
-from fodp.noise import release as release_module
 from fodp.noise.exact import CELLS, SUM_ALLOWANCE, decide, raised, rounded_normals
 from fodp.queries import Query
+from fodp.release import release
 from statistics_for_tests import ACCEPT, REJECT, exceedance_p, variance_p
 
 SEEDED = Streams.seeded(5)
@@ -131,8 +133,8 @@ def share_off_the_grid(values: torch.Tensor, grid: float) -> float:
 def test_the_attack_on_low_bits_works_on_floats():
     """Mironov's attack in its simplest form. Near zero 1 + noise is a multiple of 2^-25, for 1 - ε is; 0 + noise is
     any float. So one look at the low bits of one coordinate near zero tells a sum of 0 from a sum of 1 for sure."""
-    assert share_off_the_grid(near_zero(release_module.release, 1.0), 2.0**-25) == 0
-    assert share_off_the_grid(near_zero(release_module.release, 0.0), 2.0**-25) > 0.9
+    assert share_off_the_grid(near_zero(release, 1.0), 2.0**-25) == 0
+    assert share_off_the_grid(near_zero(release, 0.0), 2.0**-25) > 0.9
 
 
 @pytest.mark.parametrize("total", [0.0, 1.0, -0.3])
@@ -190,7 +192,8 @@ def test_an_exact_sum_is_released_with_what_float32_leaves_of_it():
 
     def cells(*rows):
         batch = (torch.tensor(rows).view(-1, 1),)
-        query = Gradients(Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop"), batch, exact=True).clipped_sum(1.0)
+        engine = Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop")
+        query = Gradients(Chunks(engine, batch, exact=True), engine.layout, exact=True).clipped_sum(1.0)
         released = exact.release(query + torch.tensor([-64.0]), 1e-4, SEEDED, 0, "noise")
         return float(released) / (raised(1e-4, 1.0, 1) / CELLS)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fodp.clipping import Engine, Gradients
+from fodp.gradients import Gradients
+from fodp.layout import Layout
 from fodp.noise import Streams, exact
-from fodp.noise import release as release_module
 from fodp.queries import Query
+from fodp.release import release
 
 
 class TestSumsOverMillions:
@@ -18,13 +19,12 @@ class TestSumsOverMillions:
     SIZE, BOUND = 4_000_000, 0.3
 
     @pytest.fixture
-    def asked(self, monkeypatch):
-        """Gradients without a model: as if the engine had measured these norms, 1000 at a time."""
+    def asked(self):
+        """Gradients without a model: as if a source had measured these norms, 1000 at a time."""
 
         def ask(norms):
-            parts = [SimpleNamespace(norms=part, of_finite=lambda values: values) for part in norms.split(1000)]
-            monkeypatch.setattr(Gradients, "_passes", lambda self: iter(parts))
-            return Gradients(Engine(nn.Linear(1, 1), lambda model, batch: model(batch).squeeze(1)), torch.zeros(1, 1))
+            parts = [SimpleNamespace(norms=part, finite=lambda values: values) for part in norms.split(1000)]
+            return Gradients(parts, Layout(nn.Linear(1, 1)))
 
         return ask
 
@@ -51,7 +51,7 @@ class TestSumsOverMillions:
         assert abs(moved.item()) <= 0.5 * (1 + 1e-6)
         assert moved.item() == pytest.approx(norms[0].item() / 2, abs=1e-6)
 
-    @pytest.mark.parametrize("add_noise", [release_module.release, exact.release])
+    @pytest.mark.parametrize("add_noise", [release, exact.release])
     def test_the_noise_is_that_of_the_models_own_type(self, asked, add_noise):
         query = asked(self.norms()).norm_sum(self.BOUND)
         noisy = add_noise(query, 15.0, Streams.seeded(0), 3, "noise")

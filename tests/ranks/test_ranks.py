@@ -9,7 +9,9 @@ from torch.utils.data import Subset, TensorDataset
 import fodp
 from fodp.methods import METHODS
 from fodp.methods.parts import rate_rules
-from fodp.ranks import ALONE, here
+from fodp.processes import ALONE
+from fodp.ranks import here
+from fodp.step import Step
 from fodp.testing import PARTS
 from methods_for_tests import data, flat, losses, network, plan, trainer
 from ranks_for_tests import in_ranks
@@ -105,8 +107,8 @@ def test_one_release_has_the_noise_of_one_process_whatever_the_number_of_ranks()
         model = torch.nn.Linear(5, 4000).double()
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
-        run = trainer(plan("dp-sgd", seed=None, noise_multiplier=2.0, clip_norm=0.5), model, silent).run
-        keys = run.streams._key, None if run._noise_streams is None else run._noise_streams._key
+        run = trainer(plan("dp-sgd", seed=None, noise_multiplier=2.0, clip_norm=0.5), model, silent).session
+        keys = run.streams._key, run.noise.noise.source._key
         return [run.take_step() for _ in range(2)], keys
 
     for count in (2, 3):
@@ -123,20 +125,19 @@ def test_one_release_has_the_noise_of_one_process_whatever_the_number_of_ranks()
 
 def queries(dataset):
     """What the first rank adds noise to, in the first step; the records in all ranks' lots."""
-    run = trainer(plan("dp-sgd", clip_norm=0.5), dataset=dataset).run
-    seen = []
-    add_noise, draw = run.add_noise, run.draw
+    run = trainer(plan("dp-sgd", clip_norm=0.5), dataset=dataset).session
+    seen, lots = [], []
 
-    def watched(query, *rest):
-        seen.append(query.value.clone())
-        return add_noise(query, *rest)
+    class Watched(Step):
+        def draw(self, *rest):
+            lots.append(super().draw(*rest))
+            return lots[-1]
 
-    def drawn(*rest):
-        lots.append(draw(*rest))
-        return lots[-1]
+        def noised(self, query, *rest):
+            seen.append(query.value.clone())
+            return super().noised(query, *rest)
 
-    lots = []
-    run.add_noise, run.draw = watched, drawn
+    run.steps_by(Watched)
     run.take_step()
     return seen, [lot.indices.tolist() for lot in lots], lots[0].count
 

@@ -22,6 +22,8 @@ from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
+from fodp.sampling import PoissonSampler
+from fodp.session import Session
 from fodp.state import checkpoint
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
@@ -109,14 +111,12 @@ def checkpoint_list(seeded, ledger, callbacks):
         "optimizer": {"state": {}, "param_groups": [GROUP]},
         "scheduler": NoneType,
         "state": {
-            "method": MEMORY,
-            "filter": {},
-            "clip_norm": NoneType,
+            "states": {"method": MEMORY, "filter": {}},
             "noise_stds": Each(float),
             "kernels": bool,
             "device": str,
             # Where lots are split says something about the records in them: seeded runs need it to repeat.
-            "rows_at_once": (int, NoneType) if seeded else NoneType,
+            "source": {"rows_at_once": (int, NoneType)} if seeded else NoneType,
         },
         "metrics": SCORES,
         "callbacks": callbacks,
@@ -316,14 +316,14 @@ def trained(tmp_path, seeded, ledger):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     trainer = Trainer(model, losses, records(), plan, callbacks=callbacks, ledger=book)
-    draw, sizes = trainer.run.draw, {SIZE}
+    draw, sizes = trainer.session.lots.draw, {SIZE}
 
     def watched(*args, **kwargs):
         lot = draw(*args, **kwargs)
         sizes.add(len(lot.indices))
         return lot
 
-    trainer.run.draw = watched
+    trainer.session.lots.draw = watched
     trainer.fit()
     return sizes
 
@@ -369,7 +369,7 @@ class TestMutants:
     """The lists catch what they are for."""
 
     def test_the_size_of_the_data_in_a_ledger_row(self, tmp_path, monkeypatch):
-        from fodp.training import bookkeeping, trainer
+        from fodp.state import course, ledgers
 
         def talkative(ledger, run, plan, steps, dataset):
             append = ledger.store.append
@@ -379,9 +379,9 @@ class TestMutants:
                 return append(kind, *args, data=data, **kwargs)
 
             monkeypatch.setattr(ledger.store, "append", more)
-            return bookkeeping.open_account(ledger, run, plan, steps, dataset)
+            return ledgers.open_account(ledger, run, plan, steps, dataset)
 
-        monkeypatch.setattr(trainer, "open_account", talkative)
+        monkeypatch.setattr(course, "open_account", talkative)
         faults = faults_of(tmp_path, seeded=False, ledger=True)
         assert "run.data.records is not listed" in faults
         assert f"the private number {SIZE}" in faults
@@ -394,19 +394,16 @@ class TestMutants:
         assert faults_of(tmp_path, seeded=False, ledger=True) == [f"the private number {SIZE}"]
 
     def test_the_size_of_a_lot_in_a_checkpoint(self, tmp_path, monkeypatch):
+        draw, state = PoissonSampler.draw, Session.state_dict
 
-        step = Run.take_step
+        def counting(self, *words):
+            lot = draw(self, *words)
+            Session.last_lot = len(lot.indices)
+            return lot
 
-        def counting(self):
-            released = step(self)
-            self.last_lot = len(self._lots[-1].indices)
-            return released
-
-        state = Run.state_dict
-        monkeypatch.setattr(Run, "take_step", counting)
-        monkeypatch.setattr(
-            Run, "state_dict", lambda self, **how: {**state(self, **how), "lot": getattr(self, "last_lot", 0)}
-        )
+        monkeypatch.setattr(Session, "last_lot", 0, raising=False)
+        monkeypatch.setattr(PoissonSampler, "draw", counting)
+        monkeypatch.setattr(Session, "state_dict", lambda self, **how: {**state(self, **how), "lot": self.last_lot})
         faults = faults_of(tmp_path, seeded=False, ledger=False)
         assert ".state.lot is not listed" in faults
         assert any("the private number" in fault for fault in faults)
@@ -447,11 +444,12 @@ def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
     wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
     params = {**PARAMS, "average": str}
-    state = {**wanted["state"], "average": {"mean": torch.Tensor, "count": int}}
+    states = {**wanted["state"]["states"], "average": {"mean": torch.Tensor, "count": int}}
+    state = {**wanted["state"], "states": states}
     listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}
     saved = checkpoint.load(tmp_path / "c.pt")
     assert unlisted(saved, {**listed, "iterate": torch.Tensor}) == []
-    assert saved["state"]["average"]["count"] == 4
+    assert saved["state"]["states"]["average"]["count"] == 4
 
 
 @pytest.mark.rule(12)
@@ -462,7 +460,7 @@ def test_a_rate_rule_adds_an_average_of_iterates_and_its_votes_to_a_checkpoint(t
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
-    state = checkpoint.load(tmp_path / "c.pt")["state"]
+    state = checkpoint.load(tmp_path / "c.pt")["state"]["states"]
     votes = {"mean": Each(torch.Tensor), "seen": int, "votes": float, "variance": float}
     assert unlisted(state["rate"], votes) == []
     assert state["rate"]["seen"] == 4

@@ -210,7 +210,7 @@ def test_a_number_that_tells_of_the_whole_lot_is_refused():
 )
 def test_a_constant_is_constant_also_in_lots_that_nobody_looks_at(monkeypatch, told):
     """The comparison of first lots sees nothing in those of one record; a number is held against the first one."""
-    monkeypatch.setattr("fodp.run.LOTS_COMPARED", 0)
+    monkeypatch.setattr("fodp.sources.pull.LOTS_COMPARED", 0)
     with pytest.raises(DataError, match="tells of the whole lot"):
         fitted(lambda records: {**as_dict(records), "told": told(records)})
 

@@ -13,6 +13,7 @@ import fodp
 from fodp._files import Hold
 from fodp.ledger import Ledger
 from fodp.own_loop import make_private
+from fodp.step import Step
 from fodp.training.callbacks import Callback, Checkpoint
 
 pytestmark = [
@@ -78,7 +79,7 @@ def test_only_the_parent_goes_on_after_a_fork_in_a_fit(tmp_path):
     """It takes all of its steps, the child none, and the ledger counts each that was taken."""
     book, mine = Ledger(tmp_path / "l.sqlite"), os.getpid()
     training = trainer(book, [Fork(), Checkpoint(tmp_path / "c.pt")])
-    training.run.add_noise = _counted(training.run.add_noise, tmp_path / "noise")
+    training.session.steps_by(lambda session, number: CountedStep(session, number, tmp_path / "noise"))
     try:
         training.fit()
     finally:
@@ -88,13 +89,17 @@ def test_only_the_parent_goes_on_after_a_fork_in_a_fit(tmp_path):
     assert book.steps(training.run_id) == STEPS
 
 
-def _counted(original, file):
-    def add_noise(*words):
-        with file.open("a") as handle:
-            handle.write("x")
-        return original(*words)
+class CountedStep(Step):
+    """Writes down, across processes, that noise was added."""
 
-    return add_noise
+    def __init__(self, session, number, file):
+        super().__init__(session, number)
+        self.file = file
+
+    def noised(self, *words):
+        with self.file.open("a") as handle:
+            handle.write("x")
+        return super().noised(*words)
 
 
 @pytest.mark.rule(11)

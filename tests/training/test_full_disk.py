@@ -85,7 +85,7 @@ def test_a_disk_that_fills_up_does_not_lose_the_training(small_disk):
     assert run.fit().reason == "finished"
     saved = checkpoint.load(small_disk / "c.pt")
     assert saved["step"] == 12
-    assert len(saved["state"]["method"]["releases"]) == 12
+    assert len(saved["state"]["states"]["method"]["releases"]) == 12
     assert {path.name for path in small_disk.iterdir()} == {"c.pt", "others"}  # the room is given back
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 import fodp
 from fodp.accounting import Event, Phase
+from fodp.gradients import HERE
 from fodp.layout import GradientBuffer
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import CommonParams, NoState
@@ -115,10 +116,10 @@ def flat(model):
 
 
 def reference(kind, make_optimizer, the_plan, size=60):
-    """The same run by `fodp.Run`."""
+    """The same run by the Trainer's session."""
     model, data = problem(kind, size)
     run = session(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, the_plan)
-    optimizer, buffer = make_optimizer(model), GradientBuffer(run.engine.layout)
+    optimizer, buffer = make_optimizer(model), GradientBuffer(run.source.layout)
     for _ in range(the_plan.steps):
         buffer.set(run.take_step(), the_plan.lot_size)
         optimizer.step()
@@ -870,14 +871,14 @@ class Wanting(Method):
     def init(self, plan, size):
         return NoState()
 
-    def step(self, run, state):
-        lot = run.draw()
+    def step(self, step, state):
+        lot = step.draw()
         if self.params.wants == "a secret second lot":
-            run.draw()
-        at = ((1.0, torch.zeros(run.engine.layout.size)),) if self.params.wants == "a shifted point" else ((1.0, None),)
-        query = run.gradients(lot, at).clipped_sum(run.plan.clip_norm)
+            step.draw(name="again")
+        at = ((1.0, torch.zeros_like(step.parameters())),) if self.params.wants == "a shifted point" else HERE
+        query = step.gradients(lot, at).clipped_sum(step.plan.clip_norm)
         noise = 0.5 if self.params.wants == "too little noise" else 1.0
-        state.last = run.release(lot, query, noise * run.plan.noise_multiplier * run.plan.clip_norm)
+        state.last = step.release(query, noise * step.plan.noise_multiplier * step.plan.clip_norm)
         return state.last
 
 

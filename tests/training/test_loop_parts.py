@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 import fodp
-from fodp.gradients import Gradients
+from fodp.clip import Flat
 from fodp.own_loop import make_private
 
 STEPS = 6
@@ -96,8 +96,10 @@ def test_what_is_held_between_parts_is_clipped():
     for inputs, labels in lot:
         F.cross_entropy(model(1e3 * inputs), labels).backward()
         assert all(parameter.grad is None for parameter in model.parameters())
-    held = lot._gathered._sums[0].value
-    assert held.norm() <= 60 * 1e-3 * (1 + 1e-6)
+    held = loader._loop.push._gathered
+    assert 0 < held._sum.norm() <= 60 * 1e-3 * (1 + 1e-6)
+    assert len(held.norms) == 60
+    assert all(part._chunk is None for part in held._parts)  # of the passes only norms and weights are left
     optimizer.step()
 
 
@@ -142,7 +144,7 @@ def test_a_part_that_breaks_off_while_it_is_summed_ends_its_lot(monkeypatch):
     inputs, labels = next(lot)
     F.cross_entropy(model(inputs), labels).backward()
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "norms", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Flat, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             next(lot)
     assert loader.step == 1  # lost, and charged
@@ -175,12 +177,9 @@ class Doubling(fodp.methods.METHODS["dp-sgd"]):
 
     name = "doubling"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        return run.release(
-            lot, 0.5 * gradients.clipped_sum(2 * run.clip_norm), run.plan.noise_multiplier * run.clip_norm
-        )
+    def step(self, step, state):
+        query = 0.5 * step.gradients(step.draw()).clipped_sum(2 * step.clip_norm)
+        return step.release(query, step.plan.noise_multiplier * step.clip_norm)
 
 
 @pytest.mark.rule(14)
@@ -188,7 +187,7 @@ def test_a_method_that_asks_for_other_sums_is_refused_before_anything_is_drawn()
     fodp.register(Doubling)
     try:
         looped(plan("doubling"))  # whole lots are as good as in the Trainer
-        with refused("asks for more than a clipped sum of its lot"):
+        with refused("asks for another sum of it"):
             private(plan("doubling"), microbatch=5)
     finally:
         del fodp.methods.METHODS["doubling"]

@@ -23,10 +23,10 @@ from fodp.accounting.budget import RenyiBudget
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
+from fodp.state.published import stated_epsilon
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Evaluate
 from fodp.training.export import privacy_card
-from fodp.training.fitting import stated_epsilon
 
 
 def plan(**changes):
@@ -103,7 +103,7 @@ class TestResult:
     def test_an_end_that_is_moved_on_the_way_was_not_fixed_beforehand(self, end):
         moved = trainer(target_epsilon=plan().epsilon(steps=12) + 1e-6, callbacks=[StopAt(7)])
         moved.fit()
-        moved.last_step = end
+        moved.course.last_step = end
         assert moved.fit().epsilon == plan().epsilon()
 
     @pytest.mark.parametrize("steps", [9, 15])
@@ -151,16 +151,18 @@ class TestBudget:
             def on_step(self, trainer):
                 if trainer.step == 5:
                     trainer.ledger.release(trainer.run_id)
-                    store = trainer.ledger.store
+                    store, account = trainer.ledger.store, trainer.course.account
                     with store.writing():
-                        store.append("run", "people", "other", steps=1, rdp=trainer._account.budget.capacity * 0.99)
+                        store.append(
+                            "run", "people", "other", steps=1, rdp=0.99 * account.budget.capacity
+                        )
 
         budget = (1.05 * plan().epsilon(), 1e-5)
         cut = trainer(ledger=self.ledger(tmp_path, budget), callbacks=[Others()])
         outcome = cut.fit()
         assert outcome.reason == "budget spent"
         assert outcome.epsilon == plan().epsilon()
-        assert cut.planned_steps == 24
+        assert cut.course.planned_steps == 24
         assert cut.fit().reason == "budget spent"
 
     def test_the_ledger_charges_the_steps_and_knows_who_stopped_early(self, tmp_path):

@@ -255,7 +255,7 @@ def test_it_leaves_no_trace():
     before, generator = [p.clone() for p in model.state_dict().values()], torch.get_rng_state()
     from fodp.training.rehearsal import rehearse
 
-    rehearse(run.run, Drawing())
+    rehearse(run.source, Drawing())
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(generator, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())

@@ -538,7 +538,7 @@ def test_a_secure_checkpoint_does_not_say_how_lots_were_split(tmp_path):
     for seed in (None, 3):
         training = trainer(the_plan=plan(seed=seed), ledger=Ledger(tmp_path / f"{seed}.sqlite"))
         training.fit()
-        assert (training.session.state_dict()["rows_at_once"] is None) == (seed is None)
+        assert (training.session.state_dict()["source"] is None) == (seed is None)
 
 
 class TestIdentityOfARun:

@@ -1,4 +1,4 @@
-"""A run on real data: what release emits is what the plan promised, and nothing else gets out."""
+"""A session on real data: what release emits is what the plan promised, and nothing else gets out."""
 
 import dataclasses
 import math
@@ -17,7 +17,9 @@ from fodp.methods import METHODS, Method, find, register
 from fodp.methods.base import CommonParams
 from fodp.noise import Streams
 from fodp.queries import Query
-from fodp.sampling import Fetcher
+from fodp.sampling import Fetcher, PoissonSampler
+from fodp.session import Session
+from fodp.step import Step
 from sessions_for_tests import session
 
 
@@ -38,9 +40,9 @@ def plan(**changes):
 
 
 def train(model, data, the_plan, **options):
-    run = session(model, losses, data, the_plan, **options)
+    run = session(model, losses, data, the_plan, public_score=lambda: 0.0, **options)
     optimizer = the_plan.algorithm.optimizer(model.parameters())
-    buffer = GradientBuffer(run.engine.layout)
+    buffer = GradientBuffer(run.source.layout)
     releases = []
     for _ in range(the_plan.steps):
         released = run.take_step()
@@ -63,20 +65,30 @@ def test_a_secure_run_never_repeats():
     assert not torch.equal(train(*problem(), plan(seed=None)), train(*problem(), plan(seed=None)))
 
 
+def on_streams(the_plan, streams, noise_streams=None):
+    model, data = problem()
+    source = fodp.Trainer(model, losses, data, the_plan).source
+    lots = PoissonSampler(len(data), the_plan.sampling_rate, streams)
+    return Session(the_plan, source, lots, streams, noise_streams=noise_streams)
+
+
 @pytest.mark.rule(13)
 @pytest.mark.parametrize(
     ("seed", "streams"), [(None, Streams.seeded(0)), (1, Streams.seeded(0)), (1, Streams.secure())]
 )
 def test_streams_of_another_seed_than_the_plan_states_are_refused(seed, streams):
-    model, data = problem()
     with pytest.raises(fodp.PrivacyError, match="the plan states"):
-        session(model, losses, data, plan(seed=seed), streams=streams)
+        on_streams(plan(seed=seed), streams)
+    own = Streams.secure() if seed is None else Streams.seeded(seed)
+    with pytest.raises(fodp.PrivacyError, match="the plan states"):
+        on_streams(plan(seed=seed), own, streams)
 
 
 def test_streams_of_the_plans_own_seed_are_taken():
-    given = train(*problem(), plan(seed=3), streams=Streams.seeded(3))
-    assert torch.equal(given, train(*problem(), plan(seed=3)))
-    train(*problem(), plan(seed=None), streams=Streams.secure())
+    model, data = problem()
+    given = on_streams(plan(seed=3), Streams.seeded(3)).take_step()
+    assert torch.equal(given, session(model, losses, data, plan(seed=3)).take_step())
+    on_streams(plan(seed=None), Streams.secure(), Streams.secure()).take_step()
 
 
 @pytest.mark.rule(9)
@@ -144,12 +156,12 @@ def test_releases_and_gradients_are_never_aliased():
     model, data = problem()
     run = session(model, losses, data, plan())
     first = run.take_step()
-    GradientBuffer(run.engine.layout).set(first, 12)
-    before = run.state.read().clone()
+    GradientBuffer(run.source.layout).set(first, 12)
+    before = run.states["method"].read().clone()
     for parameter in model.parameters():
         parameter.grad.zero_()  # people clip and zero gradients
     first.zero_()
-    assert torch.equal(run.state.read(), before)
+    assert torch.equal(run.states["method"].read(), before)
 
 
 @pytest.mark.rule(15)
@@ -184,28 +196,35 @@ class Careless(Method):
     def events(self, plan):
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-    def step(self, run, state):
-        mistake, std = self.params.mistake, run.plan.noise_multiplier * run.plan.clip_norm
-        lot = run.draw(0.5 if mistake == "another rate" else None)
-        query = run.gradients(lot).clipped_sum(run.plan.clip_norm)
+    def step(self, step, state):
+        mistake, std = self.params.mistake, step.plan.noise_multiplier * step.plan.clip_norm
+        lot = step.draw(0.5 if mistake == "another rate" else None)
+        query = step.gradients(lot).clipped_sum(step.plan.clip_norm)
         if mistake == "too little noise":
-            return run.release(lot, query, std / 2)
+            return step.release(query, std / 2)
         if mistake == "no release":
             return query.value
         if mistake == "released twice":
-            run.release(lot, query, std)
+            step.release(query, std)
         if mistake == "a second lot":
-            second = run.draw(name="again")
-            run.release(second, run.gradients(second).clipped_sum(1.0), std)
+            second = step.draw(name="again")
+            step.release(second, step.gradients(second).clipped_sum(1.0), std)
         if mistake == "another lot's query":
-            return run.release(run.draw(name="other"), query, std)
+            other = step.draw(name="other")
+            return step.release(step.gradients(other).clipped_sum(step.plan.clip_norm), std)
+        if mistake == "a query of no lot":
+            return step.release(Query(query.value, query.bound), std)
         if mistake == "too much noise":
-            return run.release(lot, query, 2 * std)
+            return step.release(query, 2 * std)
         if mistake == "nothing of the lot":
-            return run.release(lot, 0 * query, std)
+            return step.release(0 * query, std)
         if mistake == "a query of bound zero beside it":  # no mistake: nobody can change what it tells
-            run.release(lot, 0 * query, std)
-        return run.release(lot, query, std)
+            step.release(0 * query, std)
+        return step.release(query, std)
+
+
+def careless_plan(mistake=""):
+    return plan(method="careless", params=dict(mistake=mistake, lr=0.1))
 
 
 @pytest.fixture
@@ -229,10 +248,11 @@ def careless():
         "released twice",
         "a second lot",
         "another lot's query",
+        "a query of no lot",
     ],
 )
 def test_a_step_that_breaks_its_promise_is_refused(mistake):
-    run = session(*_model_loss_data(), plan(method="careless", params=dict(mistake=mistake)))
+    run = session(*_model_loss_data(), careless_plan(mistake))
     with pytest.raises(fodp.PrivacyError):
         run.take_step()
 
@@ -242,14 +262,14 @@ def test_a_step_that_breaks_its_promise_is_refused(mistake):
 def test_a_query_of_bound_zero_costs_nothing():
     query = 0 * Query(torch.ones(3), 1.0)
     assert query.noise_multiplier(2.0) == math.inf
-    run = session(*_model_loss_data(), plan(method="careless", params=dict(mistake="a query of bound zero beside it")))
+    run = session(*_model_loss_data(), careless_plan("a query of bound zero beside it"))
     run.take_step()  # emits what it promised, no more
 
 
 @pytest.mark.usefixtures("careless")
 def test_a_method_from_outside_works_and_its_name_is_taken_once():
-    run = session(*_model_loss_data(), plan(method="careless"))
-    assert run.take_step().shape == (run.engine.layout.size,)
+    run = session(*_model_loss_data(), careless_plan())
+    assert run.take_step().shape == (run.source.layout.size,)
     with pytest.raises(fodp.PrivacyError, match="in the table already"):
         register(Careless)
     assert find("careless") is Careless
@@ -261,11 +281,15 @@ def _model_loss_data():
 
 
 def test_a_lot_of_an_earlier_step_is_refused():
-    run = session(*_model_loss_data(), plan())
-    lot = run.draw()
+    steps, run = [], session(*_model_loss_data(), plan())
+    run.steps_by(lambda session, number: steps.append(Step(session, number)) or steps[-1])
     run.take_step()
+    run.take_step()
+    first, second = steps
     with pytest.raises(fodp.PrivacyError, match="not drawn in this step"):
-        run.gradients(lot)
+        second.gradients(first.lots[0])
+    with pytest.raises(fodp.PrivacyError, match="not drawn in this step"):
+        second.release(first.gradients(first.lots[0]).clipped_sum(1.0), 1.0)
 
 
 class Records(Dataset):
@@ -304,9 +328,9 @@ def test_a_model_that_was_moved_gets_the_next_release():
     """`to` copies gradients as well: the tensors stay, and no longer lie where releases are written."""
     model, data = problem()
     run = session(model, losses, data, plan())
-    buffer = GradientBuffer(run.engine.layout)
+    buffer = GradientBuffer(run.source.layout)
     for divisor in (1.0, 2.0):
-        release = torch.arange(run.engine.layout.size, dtype=next(model.parameters()).dtype)
+        release = torch.arange(run.source.layout.size, dtype=next(model.parameters()).dtype)
         buffer.set(release, divisor)
         found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         assert torch.equal(found, release / divisor)
