@@ -1,6 +1,7 @@
 """The gradients of a batch, as the Trainer asks for them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fodp.clip import FLAT, ClipRule
@@ -26,3 +27,8 @@ def gradients_of(
     scaled = None if factors is None else tuple(factors)
     chunks = Chunks(engine, batch, points, copies, microbatch, scaled, exact)
     return Gradients(chunks, engine.layout, lot, rule, scaled, exact)
+
+
+def scaled(gradients: Gradients, factors: Sequence[Factor] | None) -> Gradients:
+    """The same gradients scaled by these factors before they are clipped; their release is not scaled back."""
+    return replace(gradients, chunks=replace(gradients.chunks, factors=factors), factors=None)  # type: ignore[type-var]

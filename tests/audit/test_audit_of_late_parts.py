@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,12 +13,11 @@ from fodp.methods import METHODS
 from fodp.methods.parts import schedule
 from fodp.methods.parts.averages import RunningAverage
 from fodp.session import Session
-from fodp.shaping.made_up import made_up
-from fodp.sources.pull import Pull
 from fodp.step import Step
 from fodp.training import fitting
 from methods_for_tests import let_rate_rules_hear_clean_sums
 from mutants_for_tests import losses, plan, problem
+from sessions_for_tests import measured_by, private_columns
 
 RULE = dict(rate_rule="transcript")
 RATES = [dict(lr=0.1), dict(lr="auto", shape="fan-in")]  # a number, and the recipe's
@@ -71,25 +69,10 @@ def test_no_late_part_is_accused(method, params):
 # --- wrong versions --------------------------------------------------------------------------------------------------
 
 
-def columns(source):
-    """The private data, with zeros for what is no number."""
-    rows = source.fetcher.fetch(torch.arange(source.fetcher.size))
-    return tuple(c.nan_to_num() if c.is_floating_point() else c for c in rows)
-
-
 def maps_made_anew_of_the_data(monkeypatch):
     """The first maps are of made-up records, later ones of the private inputs."""
 
-    def private(source, shape, same):
-        engine, rows = source.engine, columns(source)
-
-        def sample(step):
-            public = made_up(source.fetcher.forms, engine.model, engine.loss_fn, shape.shape_inputs, step)
-            return rows if step else public
-
-        return shaping.start(shape, engine, sample, same)
-
-    monkeypatch.setattr(Pull, "scaling", private)
+    measured_by(monkeypatch, lambda rows, step, public: rows if step else public(step))
     return dict(shape="kronecker", shape_every=30)
 
 
@@ -134,7 +117,9 @@ def an_automatic_rate_of_the_data(monkeypatch):
     """lr="auto", divided by the length of the private inputs."""
     made = fitting._automatic_rate
     monkeypatch.setattr(
-        fitting, "_automatic_rate", lambda session: made(session) / float(columns(session.source)[0].float().norm())
+        fitting,
+        "_automatic_rate",
+        lambda session: made(session) / float(private_columns(session.source)[0].float().norm()),
     )
     return dict(lr="auto")
 
