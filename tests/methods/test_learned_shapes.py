@@ -18,8 +18,8 @@ from fodp.queries import Query
 from fodp.session import Session
 from gradients_for_tests import scaled
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
-from mutants_for_tests import measured_by
 from ranks_for_tests import in_ranks
+from sessions_for_tests import measured_by
 
 KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2, shape_sides="both")
 TRANSCRIPT = dict(shape="transcript", width=2.0, shape_warmup=1, shape_memory=3.0)

@@ -489,7 +489,7 @@ def test_the_clip_norm_moves_towards_the_quantile_with_every_method(method, star
 def test_the_clip_norm_changes_after_the_step_that_used_it(method):
     tape = record(plan(method, QUANTILE))
     share = 0.9 if method == "fo-uniform" else 1.0  # FO's query has the bound βC
-    norms = [1.0, *(seen["state"]["clip_norm"] for seen in tape.seen)]
+    norms = [1.0, *(seen["state"]["states"]["clip"]["clip_norm"] for seen in tape.seen)]
     sums = [r for r in tape.releases if r.value.dim()]
     assert [r.bound for r in sums] == pytest.approx([share * c for c in norms[:-1]])
     counts = [r.result.item() for r in tape.releases if not r.value.dim()]

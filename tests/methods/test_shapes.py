@@ -151,7 +151,7 @@ def test_a_loop_of_ones_own_has_the_same_shape():
 
 def test_the_statement_names_a_shape_and_normalised_gradients():
     assert "each parameter's part times a public factor, is clipped to norm 1" in plan("dp-sgd", FAN_IN).statement()
-    assert "its gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
+    assert "each example's gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
 
 
 # --- refusals, and wrong versions ------------------------------------------------------------------------------------
