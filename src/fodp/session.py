@@ -81,9 +81,10 @@ class Session:
     ):
         self.plan, self.source, self.lots, self.streams, self.processes = plan, source, lots, streams, processes
         self.number = 0  # of the next step
-        self.noise = processes.noise(noise_of(plan, noise_streams or streams))
+        noise = noise_of(plan, noise_streams or streams)
+        self.noise = processes.noise(noise)
         self.rule = _rule(plan, source)
-        self.states: dict[str, Any] = started(plan, source, self.noise, processes)
+        self.states: dict[str, Any] = started(plan, source, noise, processes)
         self.witness: Witness | None = None  # of a seeded run that is kept in a ledger
         self._make_step: MakeStep = Step
         self._public_score = public_score
