@@ -84,7 +84,7 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
         seed=seed,
     )
     data = TensorDataset(*(column.to(device) for column in workload.data()))
-    held_out = data[: workload.batch]
+    held_out = tuple(column.to(device) for column in workload.public())
 
     def score() -> float:
         """For methods that ask for public data."""
