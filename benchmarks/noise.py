@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.clipping import Engine, Gradients
+from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
 from fodp.noise import Streams
 from fodp.noise.exact import rounded_normals
@@ -43,7 +44,7 @@ def rounding_of_sums(data: TensorDataset, exact: bool) -> float:
 
     def total(rows: slice) -> Tensor:
         batch = tuple(tensor[rows] for tensor in data.tensors)
-        query = Gradients(engine, batch, exact=exact).clipped_sum(1.0)
+        query = Gradients(Chunks(engine, batch, exact=exact), engine.layout, exact=exact).clipped_sum(1.0)
         return torch.stack([factor * term.double() for factor, term in query._terms]).sum(0)
 
     for count in (2, 20, 100, MLP.batch, 255):
@@ -60,8 +61,8 @@ def durability(data: TensorDataset, rounds: int) -> dict[str, float]:
         book = fodp.Ledger(Path(folder) / "l.sqlite", dataset="made up", budget=(1e6, 1e-5))
         steps = BURST * 20 * (rounds // 2 + 2) + 1
         contenders = {
-            "no ledger": trainer_with(data, "dp-sgd", steps)._one_step,
-            "ledger": trainer_with(data, "dp-sgd", steps, ledger=book)._one_step,
+            "no ledger": trainer_with(data, "dp-sgd", steps).take_step,
+            "ledger": trainer_with(data, "dp-sgd", steps, ledger=book).take_step,
         }
         milliseconds(contenders, 1, 20 * BURST)
         return report("a durable dp-sgd step", milliseconds(contenders, rounds // 2, 20 * BURST), "no ledger")
@@ -78,9 +79,9 @@ def main() -> None:
     results = {}
     for method in ("dp-sgd", "fo-dp-sgd"):
         contenders = {
-            "torch.normal_": trainer_with(data, method, steps, noise=TorchNoise())._one_step,
-            "secure stream": trainer_with(data, method, steps)._one_step,
-            "secure stream, exact noise": trainer_with(data, method, steps, exact_noise=True)._one_step,
+            "torch.normal_": trainer_with(data, method, steps, noise=TorchNoise()).take_step,
+            "secure stream": trainer_with(data, method, steps).take_step,
+            "secure stream, exact noise": trainer_with(data, method, steps, exact_noise=True).take_step,
         }
         milliseconds(contenders, 1, BURST)
         results[method] = report(f"a {method} step", milliseconds(contenders, options.rounds, BURST), "torch.normal_")

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fodp import Plan
+from fodp import Plan, Trainer
 from fodp.noise import Streams
-from fodp.run import Run
 from fodp.sampling import PoissonSampler, poisson_indices
 from fodp_lab.bench.workloads import WORKLOADS
 
@@ -63,19 +62,19 @@ def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int)
         delta=1e-5, seed=0, params=dict(window=8),
     )  # fmt: skip
     torch.manual_seed(0)
-    run = Run(what.model(), losses, data, plan)
+    session = Trainer(what.model(), losses, data, plan).session
     for _ in range(3):  # two lots are looked at
-        run.take_step()
+        session.take_step()
     sent.clear()
     times = []
     for _ in range(steps):
         started = time.perf_counter(), time.process_time()
-        run.take_step()
+        session.take_step()
         times.append((time.perf_counter() - started[0], time.process_time() - started[1]))
     return {
         "milliseconds": [1e3 * statistics.median(which) for which in zip(*times, strict=True)],
         "bytes": {name: total / steps for name, total in sent.items()},
-        "parameters": run.engine.layout.size,
+        "parameters": session.source.layout.size,
     }
 
 

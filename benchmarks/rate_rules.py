@@ -181,8 +181,9 @@ class Probes(Rule):
 
     def _probe(self) -> tuple[float, float]:
         """Released: how much larger the mean losses are at the way's start, and at twice the way, than here."""
-        here, run = self.points(), self.trainer.run
-        batch = self.trainer._dataset[run._lots[0].indices]
+        here, lot = self.points(), self.trainer.source.asked
+        assert lot is not None
+        batch = self.trainer.source.fetcher.fetch(lot.indices)
 
         def losses(way: float) -> Tensor:
             with torch.no_grad():

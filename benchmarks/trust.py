@@ -45,7 +45,7 @@ def judged(what: str, limit: float, too_slow: Callable[[], float], measure: Call
 def secure_stream(data: TensorDataset) -> bool:
     steps = (ROUNDS * (ATTEMPTS + 1) + 1) * BURST
     noises = {"plain": TorchNoise(), "secure": None, "five times": TorchNoise(draws=5)}
-    contenders = {k: trainer_with(data, "dp-sgd", steps, noise=noise)._one_step for k, noise in noises.items()}
+    contenders = {k: trainer_with(data, "dp-sgd", steps, noise=noise).take_step for k, noise in noises.items()}
     milliseconds(contenders, 1, BURST)  # the first steps check the engine and warm caches up
 
     def ratio(name: str) -> float:

@@ -31,6 +31,7 @@ from fodp.clipping.layers.uses import Outer, Product
 from fodp.draws import Source
 from fodp.noise import Streams
 from fodp.queries import Query
+from gradients_for_tests import gradients_of
 
 _DOUBLE_SUMS = 1e-12  # of float64 sums in the search itself
 
@@ -358,9 +359,12 @@ class Lot:
             self.whole = Keyed(self.batch, rows, Source(Streams.seeded(0), 0, "fuzz"), owners, summed=case.blocks)
 
     def asked(self, rows: slice, exact: bool = False) -> Gradients:
-        part = Gradients(self.engine, take(self.whole, rows), copies=self.copies, exact=exact)
-        sizes = [0.5 + i % 3 for i in range(len(self.engine.layout.names))]
-        return part.scaled(sizes) if self.case.blocks else part
+        rows_taken, factors = take(self.whole, rows), self.factors if self.case.blocks else None
+        return gradients_of(self.engine, rows_taken, copies=self.copies, factors=factors, exact=exact)
+
+    @property
+    def factors(self) -> list[float]:
+        return [0.5 + i % 3 for i in range(len(self.engine.layout.names))]
 
     def contribution(self) -> float | None:
         """Of the first example, in units of the bound; None where it counts as not finite or has no gradient."""
@@ -399,7 +403,7 @@ def _stated(lot: Lot, exact: bool) -> float:
     dtype = torch.float64 if exact else lot.engine.layout.dtype
     gradients = lot.asked(slice(None))
     weights = (lot.bound / torch.tensor(_norms(gradients), dtype=torch.float64)).clamp(max=1).nan_to_num(0)
-    blocks = gradients.blocks or (1.0,) * len(lot.engine.layout.names)
+    blocks = gradients.factors or (1.0,) * len(lot.engine.layout.names)
     squares, terms = torch.zeros(len(weights), dtype=torch.float64), 1
     for use, b in zip(lot.engine.recorded(lot.whole, copies=lot.copies), blocks, strict=True):
         if use is not None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fodp.session import Session
 from fodp.testing import (
     ODD,
     SIZE,
@@ -49,11 +50,13 @@ def trajectory(training: Trainer, steps: int | None = None) -> Tensor:
 
 def let_rate_rules_hear_clean_sums(monkeypatch):
     """A fault: a rate rule is given the sum before its noise in place of the release."""
-    made = Run.release
+    heard = Session.heard
 
-    def before_noise(run, lot, query, std):
-        found = made(run, lot, query, std)
-        run.last_fresh = query.map_back_(query.value.clone()), std
+    def before_noise(session, query, released, std, noise_std):
+        found = heard(session, query, released, std, noise_std)
+        rule = session.states.get("rate")
+        if rule is not None and not query.is_number:
+            rule.see(query.map_back_(query.value.clone()), std)
         return found
 
-    monkeypatch.setattr(Run, "release", before_noise)
+    monkeypatch.setattr(Session, "heard", before_noise)

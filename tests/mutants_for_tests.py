@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from fodp import audit, people
 from fodp._looks import Looks
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
-from fodp.clipping import engine, gradients, self_check
-from fodp.clipping.batches import Batch, Keyed, plain
+from fodp.clip import ByLayer
+from fodp.clipping import chunks, engine, self_check
+from fodp.clipping.batches import Keyed, plain
+from fodp.clipping.chunks import Chunks
 from fodp.clipping.padding import Widths
 from fodp.clipping.reach import Reached
 from fodp.data import packing
@@ -35,9 +37,10 @@ from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
 from fodp.private_data import PrivateData
 from fodp.queries import Query
-from fodp.sampling import Fetcher, Lot
+from fodp.release import FreshNoise
+from fodp.sampling import Fetcher, Lot, PoissonSampler
+from fodp.step import Step
 from fodp.trainer import Trainer
-from sessions_for_tests import session
 
 BETA = 0.5  # of the mutants of FO-DP-SGD
 SEED = 0
@@ -96,8 +99,8 @@ def registered(method: type[Method]) -> Iterator[None]:
         del METHODS[method.name]
 
 
-def std(run: Any) -> float:
-    return run.plan.noise_multiplier * run.clip_norm
+def std(step: Step) -> float:
+    return step.plan.noise_multiplier * step.clip_norm
 
 
 # --- mistakes in the noise -----------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class PartialNoise(Streams):
 def with_streams(streams: Callable[[nn.Module, fodp.Plan], Streams]) -> MakeTrainer:
     def make(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Plan) -> Trainer:
         trainer = plain_trainer(model, loss_fn, dataset, the_plan)
-        trainer.run = session(model, loss_fn, dataset, the_plan, streams=streams(model, the_plan))
+        trainer.session.noise = FreshNoise(streams(model, the_plan))
         return trainer
 
     return make
@@ -156,19 +159,17 @@ class BetaTwice(FODPSGD):
     def events(self, plan: fodp.Plan) -> tuple[Phase, ...]:
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier / self.params.beta**2),), plan.steps),)
 
-    def step(self, run: Any, memory: Any) -> Tensor:
-        lot = run.draw()
-        s = self.params.beta * run.gradients(lot).clipped_sum(run.clip_norm)
+    def step(self, step: Step, memory: Any) -> Tensor:
+        lot = step.draw()
+        s = self.params.beta * step.gradients(lot).clipped_sum(step.clip_norm)
         u = memory.read()
         value = s.value if u is None else s.value + (1 - self.params.beta) * u
-        release = run.release(lot, Query(value, self.params.beta * s.bound, lot), std(run))
+        release = step.release(Query(value, self.params.beta * s.bound, lot), std(step))
         memory.write(release)
         return release
 
 
 # --- mistakes in the sensitivity -----------------------------------------------------------------------------
-
-ONLY = 1e-9  # weighs the other tensors' gradients out of a norm
 
 
 class PerLayerClipping(DPSGD):
@@ -176,14 +177,12 @@ class PerLayerClipping(DPSGD):
 
     name = "per-layer-clipping"
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        gradients, layout = run.gradients(lot), run.engine.layout
-        value = layout.zeros()
-        for k, view in enumerate(layout.views(value)):
-            alone = [1.0 if k == other else ONLY for other in range(len(layout.names))]
-            view.copy_(layout.views(gradients.scaled(alone).clipped_sum(run.clip_norm).value)[k])
-        return run.release(lot, Query(value, run.clip_norm, lot), std(run))
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        alone = ByLayer(tuple(((place,), 1.0) for place in range(len(step.shapes))))
+        value = replace(gradients, rule=alone).clipped_sum(step.clip_norm).value
+        return step.release(Query(value, step.clip_norm, lot), std(step))
 
 
 class ClipAfterSum(DPSGD):
@@ -191,11 +190,11 @@ class ClipAfterSum(DPSGD):
 
     name = "clip-after-sum"
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        total = run.gradients(lot).sum(bound=1e9).value
-        clipped = total * min(1.0, run.clip_norm / max(total.norm().item(), 1e-12))
-        return run.release(lot, Query(clipped, run.clip_norm, lot), std(run))
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        total = step.gradients(lot).sum(bound=1e9).value
+        clipped = total * min(1.0, step.clip_norm / max(total.norm().item(), 1e-12))
+        return step.release(Query(clipped, step.clip_norm, lot), std(step))
 
 
 class UnclippedParameter(DPSGD):
@@ -203,13 +202,12 @@ class UnclippedParameter(DPSGD):
 
     name = "unclipped-parameter"
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        gradients, layout = run.gradients(lot), run.engine.layout
-        others = [1.0] * (len(layout.names) - 1)
-        value = gradients.scaled([*others, ONLY]).clipped_sum(run.clip_norm).value if others else layout.zeros()
-        layout.views(value)[-1].copy_(layout.views(gradients.sum(bound=1e9).value)[-1])
-        return run.release(lot, Query(value, run.clip_norm, lot), std(run))
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        *others, last = range(len(step.shapes))
+        apart = ByLayer((*(((tuple(others), 1.0),) if others else ()), ((last,), 1e9)))
+        value = replace(step.gradients(lot), rule=apart).clipped_sum(step.clip_norm).value
+        return step.release(Query(value, step.clip_norm, lot), std(step))
 
 
 class AnotherClipNorm(DPSGD):
@@ -217,10 +215,10 @@ class AnotherClipNorm(DPSGD):
 
     name = "another-clip-norm"
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        value = run.gradients(lot).clipped_sum(3 * run.clip_norm).value
-        return run.release(lot, Query(value, run.clip_norm, lot), std(run))
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        value = step.gradients(lot).clipped_sum(3 * step.clip_norm).value
+        return step.release(Query(value, step.clip_norm, lot), std(step))
 
 
 class MeanOfTheLot(DPSGD):
@@ -228,10 +226,10 @@ class MeanOfTheLot(DPSGD):
 
     name = "mean-of-the-lot"
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        release = run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run))
-        return release * (run.plan.lot_size / max(1, len(lot.indices)))
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        release = step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step))
+        return release * (step.plan.lot_size / max(1, len(lot.indices)))
 
 
 class CleanMemory(FODPSGD):
@@ -239,14 +237,14 @@ class CleanMemory(FODPSGD):
 
     name = "clean-memory"
 
-    def step(self, run: Any, memory: Any) -> Tensor:
+    def step(self, step: Step, memory: Any) -> Tensor:
         beta = self.params.beta
-        lot = run.draw()
-        s = run.gradients(lot).clipped_sum(run.clip_norm)
+        lot = step.draw()
+        s = step.gradients(lot).clipped_sum(step.clip_norm)
         u = memory.read()
         r = beta * s if u is None else beta * s + (1 - beta) * u
         memory.write(r.value)
-        return run.release(lot, r, std(run))
+        return step.release(r, std(step))
 
 
 @dataclass
@@ -262,113 +260,156 @@ class CleanAverage(DPSGD):
     def init(self, plan: fodp.Plan, size: int) -> Average:
         return Average()
 
-    def step(self, run: Any, state: Any) -> Tensor:
-        lot = run.draw()
-        s = run.gradients(lot).clipped_sum(run.clip_norm)
+    def step(self, step: Step, state: Any) -> Tensor:
+        lot = step.draw()
+        s = step.gradients(lot).clipped_sum(step.clip_norm)
         state.average = 0.9 * state.average + 0.1 * s.value
-        return run.release(lot, s, std(run)) + state.average
+        return step.release(s, std(step)) + state.average
 
 
 # --- mistakes in the sampling --------------------------------------------------------------------------------
 
 
-class SkipsEmptyLots(Run):
-    """Goes on to the next step when nobody was drawn."""
+def changed(change: Callable[[Trainer], None], **options: Any) -> MakeTrainer:
+    """A trainer with a mistake in it."""
 
-    def take_step(self) -> Tensor:
-        if len(self._sampler.draw(self.step).indices) == 0:
-            self.step += 1
-            return self.engine.layout.zeros()
-        return super().take_step()
-
-
-def drawing(choose: Callable[[Run, Lot], Tensor]) -> type[Run]:
-    """A run whose lots have other records than a Poisson draw gave them."""
-
-    class Drawing(Run):
-        def draw(self, rate: float | None = None, name: str = "") -> Lot:
-            lot = super().draw(rate, name)
-            object.__setattr__(lot, "indices", choose(self, lot))
-            return lot
-
-    return Drawing
-
-
-def shuffled(run: Run, epoch: int) -> Tensor:
-    return torch.randperm(run._fetcher.size, generator=torch.Generator().manual_seed(epoch))
-
-
-def lot_length(run: Run, lot: Lot) -> int:
-    return max(1, round(lot.rate * run._fetcher.size))
-
-
-def fixed_size(run: Run, lot: Lot) -> Tensor:
-    return shuffled(run, run.step)[: lot_length(run, lot)].sort().values
-
-
-def epoch_slices(run: Run, lot: Lot) -> Tensor:
-    length = lot_length(run, lot)
-    per_epoch = max(1, run._fetcher.size // length)
-    start = run.step % per_epoch * length
-    return shuffled(run, run.step // per_epoch)[start : start + length].sort().values
-
-
-def every_worker(run: Run, lot: Lot) -> Tensor:
-    """Each of two workers draws at q from all the data, not from its half."""
-    return torch.cat([lot.indices, run._sampler.draw(run.step, "worker", lot.rate).indices]).unique()
-
-
-def same_lot(run: Run, lot: Lot) -> Tensor:
-    return run._sampler.draw(0, lot.name, lot.rate).indices
-
-
-def with_run(kind: type[Run], **options: Any) -> MakeTrainer:
     def make(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Plan) -> Trainer:
-        trainer = plain_trainer(model, loss_fn, dataset, the_plan)
-        trainer.run = kind(model, loss_fn, dataset, the_plan, **options)
+        trainer = Trainer(model, loss_fn, dataset, the_plan, **options)
+        change(trainer)
         return trainer
 
     return make
 
 
+def skips_empty_lots(trainer: Trainer) -> None:
+    """Goes on to the next step when nobody was drawn."""
+    session, take_step = trainer.session, trainer.session.take_step
+
+    def skipping() -> Tensor:
+        if len(session.lots.draw(session.number).indices) == 0:
+            session.go_to(session.number + 1)
+            return torch.zeros_like(session.parameters())
+        return take_step()
+
+    session.take_step = skipping  # type: ignore[method-assign]
+
+
+Choose = Callable[[PoissonSampler, Lot], Tensor]
+
+
+class Drawing:
+    """Lots with other records than a Poisson draw gave them."""
+
+    def __init__(self, sampler: PoissonSampler, choose: Choose):
+        self.sampler, self.choose = sampler, choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
+        lot = self.sampler.draw(step, name, rate)
+        object.__setattr__(lot, "indices", self.choose(self.sampler, lot))
+        return lot
+
+
+def drawing(choose: Choose) -> MakeTrainer:
+    def change(trainer: Trainer) -> None:
+        sampler = trainer.session.lots
+        assert isinstance(sampler, PoissonSampler)
+        trainer.session.lots = Drawing(sampler, choose)
+
+    return changed(change)
+
+
+def shuffled(sampler: PoissonSampler, epoch: int) -> Tensor:
+    return torch.randperm(sampler.size, generator=torch.Generator().manual_seed(epoch))
+
+
+def lot_length(sampler: PoissonSampler, lot: Lot) -> int:
+    return max(1, round(lot.rate * sampler.size))
+
+
+def fixed_size(sampler: PoissonSampler, lot: Lot) -> Tensor:
+    return shuffled(sampler, lot.step)[: lot_length(sampler, lot)].sort().values
+
+
+def epoch_slices(sampler: PoissonSampler, lot: Lot) -> Tensor:
+    length = lot_length(sampler, lot)
+    per_epoch = max(1, sampler.size // length)
+    start = lot.step % per_epoch * length
+    return shuffled(sampler, lot.step // per_epoch)[start : start + length].sort().values
+
+
+def every_worker(sampler: PoissonSampler, lot: Lot) -> Tensor:
+    """Each of two workers draws at q from all the data, not from its half."""
+    return torch.cat([lot.indices, sampler.draw(lot.step, "worker", lot.rate).indices]).unique()
+
+
+def same_lot(sampler: PoissonSampler, lot: Lot) -> Tensor:
+    return sampler.draw(0, lot.name, lot.rate).indices
+
+
 # --- mistakes that let one example reach the others ----------------------------------------------------------
 
 
-class RowOrder(Run):
+def in_row_order(trainer: Trainer) -> None:
     """What is drawn by PyTorch's own generator is drawn row after row: who is missing shifts all later rows."""
+    session, take_step = trainer.session, trainer.session.take_step
 
-    def take_step(self) -> Tensor:
+    def seeded() -> Tensor:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.step)
-            return super().take_step()
+            torch.manual_seed(session.number)
+            return take_step()
+
+    session.take_step = seeded  # type: ignore[method-assign]
 
 
-class DropoutInRowOrder(RowOrder):
+def of_another_batch(trainer: Trainer, batch_of: Callable[[Callable[[], Keyed], Lot], Any]) -> None:
+    """`batch_of(right, lot)` is worked on where the right batch should be."""
+    source, made = trainer.source, trainer.source.chunks
+
+    def chunks_of(lot: Lot, *asked: Any) -> Chunks:
+        found: list[Chunks] = []
+
+        def right() -> Keyed:
+            found.append(made(lot, *asked))
+            return found[0].batch
+
+        other = batch_of(right, lot)
+        return replace(found[0], batch=other)
+
+    source.chunks = chunks_of  # type: ignore[method-assign]
+
+
+def dropout_in_row_order(trainer: Trainer) -> None:
     """The lot is not told whose its rows are."""
+    in_row_order(trainer)
+    of_another_batch(trainer, lambda right, lot: plain(right()))
 
-    def _batch(self, lot: Lot) -> Batch:
-        return plain(super()._batch(lot))
 
-
-class SecureDropoutByStep(DropoutInRowOrder):
+def secure_dropout_by_step(trainer: Trainer) -> None:
     """The same in secure mode only, where nobody looked."""
+    in_row_order(trainer)
+    if trainer.plan.seed is None:
+        of_another_batch(trainer, lambda right, lot: plain(right()))
 
-    def _batch(self, lot: Lot) -> Batch:
-        return super()._batch(lot) if self.plan.seed is None else Run._batch(self, lot)
 
-
-class AugmentInRowOrder(RowOrder):
+def augment_in_row_order(trainer: Trainer) -> None:
     """The augmentation is simply called."""
+    source = trainer.source
 
-    def _batch(self, lot: Lot) -> Batch:
-        augmentation, self._augmentation = self._augmentation, None
-        batch = super()._batch(lot)
-        self._augmentation = augmentation
+    def batch_of(right: Callable[[], Keyed], lot: Lot) -> Keyed:
+        augmentation, source.augmentation = source.augmentation, None
+        batch = right()
+        source.augmentation = augmentation
         if augmentation is None or not len(lot.indices):
             return batch
         rows = augmentation.augment(plain(batch))
         views = len(rows[0]) // len(batch.records)
         return Keyed(rows, batch.records.repeat(views), batch.source)
+
+    in_row_order(trainer)
+    of_another_batch(trainer, batch_of)
 
 
 def two_views(batch: Any) -> Any:
@@ -376,13 +417,13 @@ def two_views(batch: Any) -> Any:
     return torch.cat([batch[0], batch[0].flip(1)]), torch.cat([batch[1], batch[1]])
 
 
-class UnlookedAt(Run):
+def unlooked_at(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Plan) -> Trainer:
     """Trusts a loss with class weights from the lot, for it was right on two examples."""
-
-    def __init__(self, model: nn.Module, loss_fn: Any, *rest: Any, **options: Any):
-        super().__init__(model, balanced if loss_fn is losses else loss_fn, *rest, **options)
-        self.engine._checked = True
-        self.engine._examine = lambda batch: None  # type: ignore[method-assign]
+    trainer = plain_trainer(model, balanced if loss_fn is losses else loss_fn, dataset, the_plan)
+    engine = trainer.source.engine
+    engine._checked = True
+    engine._examine = lambda batch: None  # type: ignore[method-assign]
+    return trainer
 
 
 def balanced(model: nn.Module, batch: Any) -> Tensor:
@@ -414,7 +455,7 @@ def norms_under_autocast(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.own_loop.compare_alone", lambda *_: None)
+    patch.setattr("fodp.sources.push.compare_alone", lambda *_: None)
 
 
 def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
@@ -474,16 +515,16 @@ MUTANTS = (
     Mutant("the mean over the drawn lot", MeanOfTheLot),
     Mutant("memory of un-noised sums", CleanMemory, params=HALF),
     Mutant("EMA of clean sums", CleanAverage),
-    Mutant("skipping empty lots", make=with_run(SkipsEmptyLots)),
-    Mutant("fixed-size batches accounted as Poisson", make=with_run(drawing(fixed_size))),
-    Mutant("shuffled epochs accounted as Poisson", make=with_run(drawing(epoch_slices))),
-    Mutant("q off by the number of workers", make=with_run(drawing(every_worker))),
-    Mutant("the same lot each step", make=with_run(drawing(same_lot))),
-    Mutant("dropout drawn in the order of the rows", make=with_run(DropoutInRowOrder), extra=DROPOUT),
-    Mutant("the same, seeded by the step, in secure runs only", make=with_run(SecureDropoutByStep), extra=DROPOUT),
-    Mutant("augmentation drawn in the order of the rows", make=with_run(AugmentInRowOrder, augment=jitter)),
-    Mutant("rows that an augmentation adds are examples", make=with_run(AugmentInRowOrder, augment=two_views)),
-    Mutant("class weights from the lot, whole lots not looked at", make=with_run(UnlookedAt)),
+    Mutant("skipping empty lots", make=changed(skips_empty_lots)),
+    Mutant("fixed-size batches accounted as Poisson", make=drawing(fixed_size)),
+    Mutant("shuffled epochs accounted as Poisson", make=drawing(epoch_slices)),
+    Mutant("q off by the number of workers", make=drawing(every_worker)),
+    Mutant("the same lot each step", make=drawing(same_lot)),
+    Mutant("dropout drawn in the order of the rows", make=changed(dropout_in_row_order), extra=DROPOUT),
+    Mutant("the same, seeded by the step, in secure runs only", make=changed(secure_dropout_by_step), extra=DROPOUT),
+    Mutant("augmentation drawn in the order of the rows", make=changed(augment_in_row_order, augment=jitter)),
+    Mutant("rows that an augmentation adds are examples", make=changed(augment_in_row_order, augment=two_views)),
+    Mutant("class weights from the lot, whole lots not looked at", make=unlooked_at),
 )
 
 
@@ -495,7 +536,7 @@ def records_drawn_by_their_place_in_the_lot(patch: pytest.MonkeyPatch) -> None:
 
 
 def records_clipped_before_they_are_summed(patch: pytest.MonkeyPatch) -> None:
-    for module in (engine, gradients):
+    for module in (engine, chunks):
         patch.setattr(module, "sizes_of", lambda batch: None)
 
 
@@ -617,7 +658,7 @@ def repeats_not_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def equal_rows_not_looked_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.run.warn_of_equal_rows", lambda dataset, owners=None: None)
+    patch.setattr("fodp.sources.opening.warn_of_equal_rows", lambda dataset, owners=None: None)
 
 
 def own_losses_not_looked_at(patch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,10 @@ class OnStandIn(Tensor):
         """Where the numbers are, which is only good for telling tensors apart."""
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Where the numbers are, as views share it."""
+        return self.held.untyped_storage()
+
     def tolist(self) -> Any:
         """Read, which makes the host wait."""
         _note("tolist")

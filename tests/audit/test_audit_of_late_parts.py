@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from fodp.run import Run, _Scheduled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +12,12 @@ from fodp.audit.subject import in_short
 from fodp.methods import METHODS
 from fodp.methods.parts import schedule
 from fodp.methods.parts.averages import RunningAverage
+from fodp.session import Session
+from fodp.step import Step
 from fodp.training import fitting
 from methods_for_tests import let_rate_rules_hear_clean_sums
 from mutants_for_tests import losses, plan, problem
+from sessions_for_tests import measured_by, private_columns
 
 RULE = dict(rate_rule="transcript")
 RATES = [dict(lr=0.1), dict(lr="auto", shape="fan-in")]  # a number, and the recipe's
@@ -69,14 +71,8 @@ def test_no_late_part_is_accused(method, params):
 
 def maps_made_anew_of_the_data(monkeypatch):
     """The first maps are of made-up records, later ones of the private inputs."""
-    original = Run._made_up
 
-    def private(run, public_sample):
-        public = original(run, public_sample)
-        rows = tuple(c.nan_to_num() if c.is_floating_point() else c for c in run._fetcher._columns)
-        return lambda step: rows if step else public(step)
-
-    monkeypatch.setattr(Run, "_made_up", private)
+    measured_by(monkeypatch, lambda rows, step, public: rows if step else public(step))
     return dict(shape="kronecker", shape_every=30)
 
 
@@ -94,21 +90,26 @@ def energies_before_their_noise_after_the_warm_up(monkeypatch):
 
 def a_tail_with_clean_sums(monkeypatch):
     """An average that takes in what the last step would have been without noise."""
-    made, take, clean = Run._mapped_back, RunningAverage.take, []
+    heard, take, clean = Session.heard, RunningAverage.take, []
 
-    def kept(run, query, released):
+    def kept(session, query, *released):
         clean[:] = [query.value.clone()]
-        return made(run, query, released)
+        return heard(session, query, *released)
 
-    monkeypatch.setattr(Run, "_mapped_back", kept)
+    monkeypatch.setattr(Session, "heard", kept)
     monkeypatch.setattr(RunningAverage, "take", lambda self, x, *when: take(self, x - 0.01 * clean[0], *when))
     return TAIL
 
 
 def a_schedule_that_stays_at_its_first_piece(monkeypatch):
     """What a step adds is not what the plan promises, and charges, from the second piece on."""
-    first = property(lambda step: step._run.method.parts.schedules.at(step._run.plan, 0))
-    monkeypatch.setattr(_Scheduled, "plan", first)
+    made = Step.__init__
+
+    def at_first(step, session, number):
+        made(step, session, number)
+        step.plan = session.method.parts.schedules.at(session.plan, 0)
+
+    monkeypatch.setattr(Step, "__init__", at_first)
     return FEWER
 
 
@@ -116,7 +117,9 @@ def an_automatic_rate_of_the_data(monkeypatch):
     """lr="auto", divided by the length of the private inputs."""
     made = fitting._automatic_rate
     monkeypatch.setattr(
-        fitting, "_automatic_rate", lambda run: made(run) / float(run._fetcher._columns[0].float().nan_to_num().norm())
+        fitting,
+        "_automatic_rate",
+        lambda session: made(session) / float(private_columns(session.source)[0].float().norm()),
     )
     return dict(lr="auto")
 

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import audit, people
-from fodp.clipping import engine, gradients
+from fodp.clipping import chunks, engine
 from fodp.methods import METHODS
 from people_for_tests import OWNERS, losses, network, people_plan, records
 
@@ -51,7 +51,7 @@ def test_canaries_are_people(plan):
 @pytest.mark.rule(18)
 @pytest.mark.filterwarnings("ignore:per-example gradients")
 def test_records_that_are_clipped_before_they_are_summed_are_found(plan, monkeypatch):
-    for module in (engine, gradients):
+    for module in (engine, chunks):
         monkeypatch.setattr(module, "sizes_of", lambda batch: None)
     found = audit.replay_neighbours(plan, network(), losses, records(), secure=False, steps=2)
     assert any("declared bound" in fault for fault in found.faults)

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fodp._checks import PrivacyError
-from fodp.clipping import FLOAT_TOLERANCE, Clipper, Engine, Gradients, clipped_sum, self_check
+from fodp.clipping import FLOAT_TOLERANCE, Clipper, Engine, clipped_sum, self_check
 from fodp.clipping.layers import rules
 from fodp.clipping.layers.uses import Product
+from gradients_for_tests import gradients_of
 from models_for_tests import (
     FAST,
     LAYERS,
@@ -87,7 +88,7 @@ def test_structure_equals_gradients_by_hand(name: str, dtype: torch.dtype) -> No
     clip_norm = clip_norm_for(truth)
     engine = Engine(model, probe)
     for _ in range(2):  # the lot of the self-check, and a lot after it
-        assert_close(Gradients(engine, x).clipped_sum(clip_norm).value, clipped(truth, clip_norm).sum(0), clip_norm)
+        assert_close(gradients_of(engine, x).clipped_sum(clip_norm).value, clipped(truth, clip_norm).sum(0), clip_norm)
     assert engine._checked
     assert not engine._loop
 
@@ -203,10 +204,10 @@ def test_the_self_check_sees_a_wrong_rule(part: str, monkeypatch: pytest.MonkeyP
 def test_a_lot_that_says_nothing_at_all_goes_through_the_loop_and_the_next_is_asked() -> None:
     model, x = mlp(), vectors(6)
     engine = Engine(model, probe)
-    silent = Gradients(engine, (x, torch.zeros(6).double())).clipped_sum(1.0).value
+    silent = gradients_of(engine, (x, torch.zeros(6).double())).clipped_sum(1.0).value
     assert torch.equal(silent, torch.zeros_like(silent))
     assert not engine._checked
-    Gradients(engine, (x, torch.ones(6).double())).clipped_sum(1.0)
+    gradients_of(engine, (x, torch.ones(6).double())).clipped_sum(1.0)
     assert engine._checked
     assert not engine._loop
 
@@ -218,7 +219,7 @@ def test_a_mask_that_looks_like_a_batch_is_still_shared() -> None:
     engine = checked_engine(model, probe, x)
     for count in (4, 3, 7):
         truth = gradients_by_hand(model, probe, x[:count])
-        assert_close(Gradients(engine, x[:count]).clipped_sum(0.5).value, clipped(truth, 0.5).sum(0), 0.5)
+        assert_close(gradients_of(engine, x[:count]).clipped_sum(0.5).value, clipped(truth, 0.5).sum(0), 0.5)
     assert not engine._loop
 
 
@@ -251,7 +252,7 @@ def test_what_cannot_be_vectorised_goes_one_by_one_within_its_function(monkeypat
 def test_a_parameter_used_only_by_some_lots() -> None:
     model = Apply(lambda m, x: m.a(x) if x[:, 0].min() < 50 else x + x.detach().requires_grad_(), a=nn.Linear(6, 6))
     engine = checked_engine(model.double())
-    far = Gradients(engine, vectors() + 100)
+    far = gradients_of(engine, vectors() + 100)
     assert torch.equal(far.clipped_sum(1.0).value, torch.zeros(42).double())
     assert far.count(lambda n: (n < 1).float()).value == COUNT / 2
 
@@ -279,7 +280,7 @@ def test_dropout_layers_keep_the_fast_path_and_its_masks() -> None:
     engine = Engine(model, probe)
     for _ in range(2):  # with and without the self-check, which must not draw from the same stream
         torch.manual_seed(7)
-        found = Gradients(engine, x).clipped_sum(clip_norm).value
+        found = gradients_of(engine, x).clipped_sum(clip_norm).value
         assert_close(found, clipped(truth, clip_norm).sum(0), clip_norm)
     assert not engine._loop
     assert all(module.training for module in model.modules())
@@ -330,12 +331,12 @@ def test_a_layer_that_starts_to_draw_randomness_later_is_followed() -> None:
 def test_batch_norm_put_back_into_training_mode_is_refused_later_too(engine: str) -> None:
     """Trainers call model.train(), which wakes a frozen BatchNorm after the first check."""
     model, x = build(FAST, "frozen-batch-norm", COUNT, torch.float32)
-    gradients = Gradients(Engine(model, probe, engine), x)
-    gradients.clipped_sum(1.0)
+    own = Engine(model, probe, engine)
+    gradients_of(own, x).clipped_sum(1.0)
     model.train()
     mean = model[1].running_mean.clone()
     with pytest.raises(PrivacyError, match="BatchNorm1d in training mode mixes"):
-        Gradients(gradients.engine, x).clipped_sum(1.0)
+        gradients_of(own, x).clipped_sum(1.0)
     assert torch.equal(model[1].running_mean, mean)
 
 
@@ -425,7 +426,7 @@ def test_a_clip_norm_that_bounds_nothing_is_refused(clip_norm: Any) -> None:
 @pytest.mark.parametrize("value", [0, -2, 1.5, True])
 def test_nonsense_numbers_of_rows_are_refused(field: str, value: Any) -> None:
     with pytest.raises(PrivacyError, match=field):
-        Gradients(Engine(mlp(), probe), vectors(), **{field: value})
+        gradients_of(Engine(mlp(), probe), vectors(), **{field: value})
 
 
 def test_an_unknown_engine_is_refused() -> None:
@@ -440,7 +441,7 @@ def test_an_empty_lot_is_a_zero_of_the_right_size(engine: str, microbatch: int |
     model = mlp(torch.float32)
     found = clipped_sum(model, probe, torch.empty(0, 6), 1.0, engine=engine, microbatch=microbatch)
     assert torch.equal(found, torch.zeros(sum(p.numel() for p in model.parameters())))
-    gradients = Gradients(Engine(model, probe, engine), (torch.empty(0, 6),), copies=2)
+    gradients = gradients_of(Engine(model, probe, engine), (torch.empty(0, 6),), copies=2)
     assert gradients.count(lambda n: n).value == 0
     assert gradients.clipped_sum(2.0).bound == 2.0
 
@@ -452,7 +453,7 @@ def test_lots_of_one_example() -> None:
     assert_close(clipped_sum(model, probe, x, 0.1), truth, 0.1)
     engine = checked_engine(model)
     assert engine.uses(x) is not None
-    assert_close(Gradients(engine, x).clipped_sum(0.1).value, truth, 0.1)
+    assert_close(gradients_of(engine, x).clipped_sum(0.1).value, truth, 0.1)
 
 
 # --- what is not finite ---------------------------------------------------------------------------
@@ -483,7 +484,7 @@ def test_a_gradient_that_is_not_finite_contributes_exactly_zero(name: str, where
     for poison in (NAN, INF, -INF):
         bad, weights = x.clone(), torch.ones(COUNT).double()
         (bad if where == "input" else weights)[1] = poison
-        gradients = Gradients(engine, (bad, weights))
+        gradients = gradients_of(engine, (bad, weights))
         found.append(gradients.clipped_sum(clip_norm).value)
         assert_close(found[-1], expected, clip_norm)
         # Not in a count either.
@@ -566,11 +567,11 @@ def test_the_bound_of_a_weighted_sum_holds_whatever_the_weights_are(name: str, e
     model, x, bound = mlp(torch.float32), vectors(COUNT, torch.float32), 0.25
     x[2] = 0  # a small gradient
     own = Engine(model, probe, engine)
-    everything = Gradients(own, x).sum(bound=bound, weight=WEIGHTS[name])
+    everything = gradients_of(own, x).sum(bound=bound, weight=WEIGHTS[name])
     assert everything.bound == bound
     assert everything.value.isfinite().all()
     for i in range(COUNT):
-        alone = Gradients(own, x[i : i + 1]).sum(bound=bound, weight=WEIGHTS[name]).value
+        alone = gradients_of(own, x[i : i + 1]).sum(bound=bound, weight=WEIGHTS[name]).value
         assert alone.norm() <= bound * (1 + FLOAT_TOLERANCE)
 
 
@@ -584,8 +585,25 @@ def test_weights_cannot_blow_up_gradients_too_small_for_their_squares(size: floa
     own._checked = True
     batch = (torch.ones(2, 6), torch.full((2,), size))
     for weight in (lambda n: torch.full_like(n, 1e38), lambda n: 1 / n):
-        found = Gradients(own, batch).sum(bound=1.0, weight=weight).value
+        found = gradients_of(own, batch).sum(bound=1.0, weight=weight).value
         assert found.norm() <= 2 * (1 + FLOAT_TOLERANCE)
+
+
+@pytest.mark.rule(19)
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_weight_that_raises_leaves_the_precision_as_it_was(engine: str) -> None:
+    """At once, and not when somebody lets go of the traceback."""
+
+    def raising(norms: Tensor) -> Tensor:
+        raise KeyError("in the weight")
+
+    asked = gradients_of(Engine(mlp(torch.float32), probe, engine), vectors(COUNT, torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for question in (lambda: asked.sum(bound=1.0, weight=raising), lambda: asked.count(raising)):
+            with pytest.raises(KeyError) as held:
+                question()
+            assert torch.is_autocast_enabled("cpu")
+            del held
 
 
 @pytest.mark.rule(3)
@@ -594,7 +612,7 @@ def test_a_weighted_sum_is_what_it_says() -> None:
     truth = gradients_by_hand(model, probe, x)
     norms = truth.norm(dim=1)
     weights = (0.4 / (norms + 0.1)).clamp(max=0.3) * torch.where(norms > norms.median(), -1.0, 1.0)
-    query = Gradients(Engine(model, probe), x).sum(
+    query = gradients_of(Engine(model, probe), x).sum(
         bound=10.0, weight=lambda n: (0.4 / (n + 0.1)).clamp(max=0.3) * torch.where(n > n.median(), -1.0, 1.0)
     )
     assert_close(query.value, weights @ truth, 1.0)
@@ -605,7 +623,8 @@ def test_a_weighted_sum_is_what_it_says() -> None:
 def test_counts_are_centred_and_bounded_by_one_half(engine: str) -> None:
     model, x = mlp(), vectors(7)
     norms = gradients_by_hand(model, probe, x).norm(dim=1)
-    gradients = Gradients(Engine(model, probe, engine), x)
+    own = Engine(model, probe, engine)
+    gradients = gradients_of(own, x)
     for share in (0.0, 0.3, 0.8, 1.0):
         threshold = float(norms.quantile(share)) * 1.0001
         query = gradients.count(lambda n, threshold=threshold: (n <= threshold).float())
@@ -614,7 +633,7 @@ def test_counts_are_centred_and_bounded_by_one_half(engine: str) -> None:
         assert query.value == (norms <= threshold).sum() - 3.5
     for wild in (1e30, -1e30, NAN, INF):
         for i in range(7):
-            alone = Gradients(gradients.engine, x[i : i + 1]).count(lambda n, wild=wild: n * wild)
+            alone = gradients_of(own, x[i : i + 1]).count(lambda n, wild=wild: n * wild)
             assert abs(alone.value) <= 0.5
     assert gradients.count(lambda n: n * NAN).value == 0
 
@@ -628,7 +647,7 @@ def test_a_sum_of_norms_is_cut_at_its_bound(engine: str) -> None:
     x[3] = NAN
     norms[3] = 0
     for microbatch in (None, 2):
-        query = Gradients(Engine(model, probe, engine), x, microbatch=microbatch).norm_sum(bound)
+        query = gradients_of(Engine(model, probe, engine), x, microbatch=microbatch).norm_sum(bound)
         assert query.bound == bound
         torch.testing.assert_close(query.value, norms.clamp(max=bound).sum())
 
@@ -639,7 +658,7 @@ def test_several_questions_of_one_lot_cost_one_pass(monkeypatch: pytest.MonkeyPa
     calls: list[int] = []
     original = engine.recorded
     monkeypatch.setattr(engine, "recorded", lambda *args: calls.append(1) or original(*args))
-    gradients = Gradients(engine, x, lot=lot)
+    gradients = gradients_of(engine, x, lot=lot)
     first, second = gradients.clipped_sum(0.5), gradients.clipped_sum(0.2)
     count = gradients.count(lambda n: (n < 1).double())
     assert len(calls) == 1
@@ -669,13 +688,13 @@ def test_gradients_at_shifted_points_and_combinations_are_clipped_once(name: str
     }[kind]
     before = [p.detach().clone() for p in model.parameters()]
     places = [p.data_ptr() for p in model.parameters()]
-    found = Gradients(engine, x, points).clipped_sum(0.5).value
+    found = gradients_of(engine, x, points).clipped_sum(0.5).value
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert places == [p.data_ptr() for p in model.parameters()]
     truth = points_by_hand(model, probe, x, points)
     error = (found - clipped(truth, 0.5).sum(0)).norm() / 0.5
     assert error <= 1e-9
-    looped = Gradients(Engine(model, probe, "loop"), x, points).clipped_sum(0.5).value
+    looped = gradients_of(Engine(model, probe, "loop"), x, points).clipped_sum(0.5).value
     assert (looped - clipped(truth, 0.5).sum(0)).norm() / 0.5 <= 1e-9
 
 
@@ -692,10 +711,10 @@ def test_parameters_come_back_from_a_shifted_point_after_an_error(engine: str) -
     own = Engine(model, loss_fn, engine)
     points = ((0.5, None), (0.5, torch.full((own.layout.size,), 0.1)))
     with pytest.raises(KeyError, match="shifted"):
-        Gradients(own, x, points).clipped_sum(1.0)
+        gradients_of(own, x, points).clipped_sum(1.0)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     with pytest.raises(PrivacyError, match="flat vector"):
-        Gradients(own, x, ((1.0, torch.zeros(3)),)).clipped_sum(1.0)
+        gradients_of(own, x, ((1.0, torch.zeros(3)),)).clipped_sum(1.0)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
@@ -704,24 +723,24 @@ def test_parameters_come_back_from_a_shifted_point_after_an_error(engine: str) -
 @pytest.mark.parametrize("name", ["mlp", "text-cnn", "frozen-first", "positional-table"])
 def test_blocks_are_scaled_before_clipping(name: str, engine: str) -> None:
     model, x = build(FAST, name, COUNT, torch.float64)
-    gradients = Gradients(Engine(model, probe, engine), x)
-    sizes = [p.numel() for p in gradients.engine.layout.parameters]
+    own = Engine(model, probe, engine)
+    sizes = [p.numel() for p in own.layout.parameters]
     blocks = [0.5 + 1.3 * i for i in range(len(sizes))]
     each = torch.repeat_interleave(torch.tensor(blocks).double(), torch.tensor(sizes))
     truth = gradients_by_hand(model, probe, x) * each
     clip_norm = clip_norm_for(truth)
-    query = gradients.scaled(blocks).clipped_sum(clip_norm)
+    query = gradients_of(own, x, factors=blocks).clipped_sum(clip_norm)
     assert query.bound == clip_norm
     assert (query.value - clipped(truth, clip_norm).sum(0)).norm() <= 1e-6 * clip_norm
-    # The original is as it was.
+    # Without factors all is as it was.
     plain = gradients_by_hand(model, probe, x)
-    assert_close(gradients.clipped_sum(clip_norm).value, clipped(plain, clip_norm).sum(0), clip_norm)
+    assert_close(gradients_of(own, x).clipped_sum(clip_norm).value, clipped(plain, clip_norm).sum(0), clip_norm)
 
 
 @pytest.mark.parametrize("blocks", [(), (1.0,), (1, 1, 1, 1, 1, 0), (1, 1, 1, 1, 1, NAN), (1,) * 7])
 def test_wrong_blocks_are_refused(blocks: tuple[float, ...]) -> None:
-    with pytest.raises(PrivacyError, match="block weight"):
-        Gradients(Engine(mlp(), probe), vectors()).scaled(blocks)
+    with pytest.raises(PrivacyError, match="factor"):
+        gradients_of(Engine(mlp(), probe), vectors(), factors=blocks).clipped_sum(1.0)
 
 
 @pytest.mark.rule(4)
@@ -734,7 +753,7 @@ def test_augmented_copies_are_averaged_before_clipping(name: str, copies: int, e
     clip_norm = clip_norm_for(truth)
     own = Engine(model, probe, engine)
     for microbatch in (None, 1, 3):
-        gradients = Gradients(own, x, copies=copies, microbatch=microbatch)
+        gradients = gradients_of(own, x, copies=copies, microbatch=microbatch)
         query = gradients.clipped_sum(clip_norm)
         assert_close(query.value, clipped(truth, clip_norm).sum(0), clip_norm)
         below = gradients.count(lambda n: (n < clip_norm).double()).value
@@ -743,7 +762,7 @@ def test_augmented_copies_are_averaged_before_clipping(name: str, copies: int, e
 
 def test_copies_must_divide_the_rows() -> None:
     with pytest.raises(PrivacyError, match="the rows of the batch are not 2 copies of each example"):
-        Gradients(Engine(mlp(), probe), vectors(5), copies=2).clipped_sum(1.0)
+        gradients_of(Engine(mlp(), probe), vectors(5), copies=2).clipped_sum(1.0)
 
 
 @pytest.mark.rule(9)
@@ -756,14 +775,14 @@ def test_micro_batches_change_nothing(name: str, engine: str, dtype: torch.dtype
     clip_norm = clip_norm_for(truth, 0.4)
     own = Engine(model, probe, engine)
     for microbatch in (None, 1, 2, 3, 7, 50):
-        gradients = Gradients(own, x, microbatch=microbatch)
+        gradients = gradients_of(own, x, microbatch=microbatch)
         query = gradients.clipped_sum(clip_norm)
         assert query.bound == clip_norm
         assert_close(query.value, clipped(truth, clip_norm).sum(0), clip_norm)
         threshold = float(truth.norm(dim=1).quantile(0.6))
         below = gradients.count(lambda n, threshold=threshold: (n < threshold).to(n)).value
         assert below == (truth.norm(dim=1) < threshold).sum() - 3.5
-        assert len(gradients._kept) == (engine == "auto" and microbatch in (None, 7, 50))  # bounded memory
+        assert len(gradients.chunks._kept) == (engine == "auto" and microbatch in (None, 7, 50))  # bounded memory
 
 
 @pytest.mark.rule(9)
@@ -782,7 +801,7 @@ def test_a_lot_that_would_record_too_much_goes_through_in_parts(monkeypatch, at_
         own, "recorded", lambda batch, *more: sizes.append(len(batch) // copies) or original(batch, *more)
     )
     truth = gradients_by_hand(model, probe, x).unflatten(0, (6, copies)).mean(1)
-    assert_close(Gradients(own, x, copies=copies).clipped_sum(0.3).value, clipped(truth, 0.3).sum(0), 0.3)
+    assert_close(gradients_of(own, x, copies=copies).clipped_sum(0.3).value, clipped(truth, 0.3).sum(0), 0.3)
     assert sizes == passes
 
 
@@ -808,7 +827,7 @@ def test_positions_that_cancel_move_a_sum_no_further_than_was_measured(kind: str
     x[39] = 1e9
     if broken:
         x[40] = torch.nan
-    everyone, others = (Gradients(own, x[rows]).clipped_sum(1.0).value for rows in (slice(None), [*range(39), 40]))
+    everyone, others = (gradients_of(own, x[rows]).clipped_sum(1.0).value for rows in (slice(None), [*range(39), 40]))
     assert (everyone - others).norm() <= 1 + 1e-5
 
 
@@ -824,23 +843,23 @@ def test_back_signals_too_small_for_their_squares_are_clipped_all_the_same(posit
 
     own = Engine(model, loss)
     own.most_rows((torch.randn(4, positions, 60), torch.ones(4)))  # the self-check, on ordinary data
-    found = Gradients(own, (x, torch.full((4,), 2e-23))).clipped_sum(1e-5).value
+    found = gradients_of(own, (x, torch.full((4,), 2e-23))).clipped_sum(1e-5).value
     assert found.norm() <= 4e-5 * (1 + 1e-5)
 
 
 @pytest.mark.rule(9)
 def test_the_loop_holds_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fodp.clipping import gradients as module
+    from fodp.clipping import chunks as module
 
     model, x = mlp(), vectors(7)
     truth = clipped(gradients_by_hand(model, probe, x), 0.3).sum(0)
     held: list[int] = []
-    original = module._Pass.of_rows
+    original = module.UsesChunk.of_rows
 
-    def spy(engine, rows, *rest):
-        return held.append(len(rows)) or original(engine, rows, *rest)
+    def spy(layout, rows, *rest):
+        return held.append(len(rows)) or original(layout, rows, *rest)
 
-    monkeypatch.setattr(module._Pass, "of_rows", staticmethod(spy))
+    monkeypatch.setattr(module.UsesChunk, "of_rows", staticmethod(spy))
     for entries, expected in ((1, [1] * 7), (3 * len(truth), [3, 3, 1]), (1 << 23, [7])):
         held.clear()
         monkeypatch.setattr(module, "HELD_ENTRIES", entries)
@@ -986,10 +1005,10 @@ def test_one_example_moves_the_sum_by_at_most_the_bound(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which path was taken does not matter here
         engine = Engine(model, probe)
-        whole = Gradients(engine, x).clipped_sum(clip_norm).value.double()
+        whole = gradients_of(engine, x).clipped_sum(clip_norm).value.double()
         for i in range(len(x)):
-            without = Gradients(engine, rows(x, torch.arange(len(x)) != i)).clipped_sum(clip_norm).value.double()
-            alone = Gradients(engine, x[i : i + 1]).clipped_sum(clip_norm).value.double()
+            without = gradients_of(engine, rows(x, torch.arange(len(x)) != i)).clipped_sum(clip_norm).value.double()
+            alone = gradients_of(engine, x[i : i + 1]).clipped_sum(clip_norm).value.double()
             assert alone.norm() <= clip_norm * (1 + FLOAT_TOLERANCE)
             assert (whole - without).norm() <= clip_norm * (1 + FLOAT_TOLERANCE)
 
@@ -1005,7 +1024,7 @@ def test_the_bound_holds_over_many_orders_of_magnitude(seed: int, exponents: tup
     engine = Engine(model, lambda m, b: m(b[0]).sum(1) * b[1])
     engine._checked = True
     for i in range(2):
-        alone = Gradients(engine, (x[i : i + 1], weight[:1])).clipped_sum(clip_norm).value
+        alone = gradients_of(engine, (x[i : i + 1], weight[:1])).clipped_sum(clip_norm).value
         assert alone.double().norm() <= clip_norm * (1 + FLOAT_TOLERANCE)
 
 
@@ -1029,7 +1048,7 @@ def test_asking_changes_nothing(name: str, engine: str, mode: bool) -> None:
     )
     state = {key: value.clone() for key, value in model.state_dict().items()}
     random, inputs = torch.get_rng_state(), x.clone()
-    gradients = Gradients(Engine(model, probe, engine), x)
+    gradients = gradients_of(Engine(model, probe, engine), x)
     results = [gradients.clipped_sum(1.0).value, gradients.count(torch.ones_like).value]
     assert all(r.grad_fn is None and not r.requires_grad for r in results)
     assert torch.equal(random, torch.get_rng_state())
@@ -1080,7 +1099,7 @@ def test_hooks_and_modes_come_back_after_an_error(lot: int) -> None:
 
     def lots() -> None:
         for _ in range(3):
-            Gradients(engine, vectors()).clipped_sum(1.0)
+            gradients_of(engine, vectors()).clipped_sum(1.0)
 
     with pytest.raises(KeyError, match="in the loss"):
         lots()
@@ -1123,7 +1142,7 @@ def test_the_backward_pass_skips_ordinary_weight_gradients() -> None:
     model, x = mlp(torch.float32), vectors(COUNT, torch.float32)
     engine = checked_engine(model, probe, x)
     with Operations() as seen:
-        Gradients(engine, x).clipped_sum(0.5)
+        gradients_of(engine, x).clipped_sum(0.5)
     assert seen.products() == {"aten.addmm.default": 3, "aten.mm.default": 2, "aten.mm.out": 3}
     with Operations() as ordinary:
         probe(model, x).sum().backward()

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fodp import kernels
-from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients, clipped_sum, gradients
+from fodp.clipping import FLOAT_TOLERANCE, Engine, clipped_sum
+from fodp.clipping import chunks as parts_of_lots
 from fodp.clipping.layers import combine, convolutions, uses
 from fodp.clipping.layers.combine import merged, scaled
 from fodp.clipping.layers.convolutions import Convolution
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.rules import RULES, convolution
 from fodp.clipping.layers.uses import Dense, Outer, Product, square_sums
+from gradients_for_tests import gradients_of
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
 
 COUNT = 5
@@ -45,14 +47,14 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(uses, "CHUNK_ENTRIES", 64)
     monkeypatch.setattr(uses, "HELD_ENTRIES", 64)
-    monkeypatch.setattr(gradients, "HELD_ENTRIES", 64)
+    monkeypatch.setattr(parts_of_lots, "HELD_ENTRIES", 64)
     monkeypatch.setattr(uses, "chunks", counted)
     return made
 
 
 def fast_sum(model: nn.Module, batch: Any, clip_norm: float) -> Tensor:
     engine = Engine(model, probe)
-    result = Gradients(engine, batch).clipped_sum(clip_norm).value
+    result = gradients_of(engine, batch).clipped_sum(clip_norm).value
     assert engine._checked
     assert not engine._loop
     return result
@@ -92,7 +94,7 @@ def test_each_norm_is_right(name: str) -> None:
     model, x = build(LAYERS, name, COUNT, torch.float64, seed=2)
     truth = gradients_by_hand(model, probe, x).norm(dim=1)
     norms: list[Tensor] = []
-    Gradients(Engine(model, probe), x).sum(bound=1.0, weight=lambda n: norms.append(n) or n)
+    gradients_of(Engine(model, probe), x).sum(bound=1.0, weight=lambda n: norms.append(n) or n)
     torch.testing.assert_close(torch.cat(norms), truth, rtol=1e-12, atol=1e-14)
 
 
@@ -118,7 +120,7 @@ def test_convolutions_place_by_place_equal_gradients_by_hand(
     model, x = build(LAYERS, name, COUNT, torch.float64, seed=5)
     truth = gradients_by_hand(model, probe, x)
     clip_norm = clip_norm_for(truth)
-    found = Gradients(Engine(model, probe), x, microbatch=microbatch).clipped_sum(clip_norm).value
+    found = gradients_of(Engine(model, probe), x, microbatch=microbatch).clipped_sum(clip_norm).value
     assert_close(found, clipped(truth, clip_norm).sum(0), clip_norm)
 
 
@@ -304,7 +306,7 @@ def test_cancelling_positions_cannot_hide_a_norm(width: int, hold: bool, monkeyp
     engine._checked = True
     for seed in range(30):
         batch = cancelling_positions(width, 100.0, seed)
-        size = Gradients(engine, batch).clipped_sum(1.0).value.norm().item()
+        size = gradients_of(engine, batch).clipped_sum(1.0).value.norm().item()
         assert 0.9 <= size <= 1 + FLOAT_TOLERANCE
 
 
@@ -317,7 +319,7 @@ def test_cancelling_tokens_cannot_hide_a_norm() -> None:
         torch.manual_seed(seed)
         big = 1e6 * torch.randn(1, 8)
         back = torch.stack([big, torch.randn(1, 8), -big], 1)
-        size = Gradients(engine, (torch.ones(1, 3, dtype=torch.long), back)).clipped_sum(0.5).value.norm()
+        size = gradients_of(engine, (torch.ones(1, 3, dtype=torch.long), back)).clipped_sum(0.5).value.norm()
         assert size <= 0.5 * (1 + FLOAT_TOLERANCE)
 
 
@@ -330,10 +332,10 @@ def test_a_difference_of_two_points_is_clipped_by_its_own_norm() -> None:
     points = ((1.0, 1e-4 * torch.randn(engine.layout.size)), (-1.0, None))
     truth = torch.stack(list(engine.example_gradients(x, points)))
     clip_norm = float(truth.norm(dim=1).min() / 2)
-    together = Gradients(engine, x, points).clipped_sum(clip_norm).value
+    together = gradients_of(engine, x, points).clipped_sum(clip_norm).value
     assert not engine._loop
     for i in range(6):
-        alone = Gradients(engine, x[i : i + 1], points).clipped_sum(clip_norm).value
+        alone = gradients_of(engine, x[i : i + 1], points).clipped_sum(clip_norm).value
         assert alone.norm() <= clip_norm * (1 + FLOAT_TOLERANCE)
         assert alone.norm() >= clip_norm * 0.98
     # Both ways subtract gradients a thousand times larger, each with its own rounding.
@@ -372,13 +374,13 @@ def test_exact_sums_are_those_of_float64(name: str, held: bool, monkeypatch: pyt
     model, x = build(LAYERS, name, COUNT, torch.float32)
     engine = Engine(model, probe)
     engine._checked = True
-    parts = [Gradients(engine, x[i : i + 1], exact=True).clipped_sum(1.0) for i in range(COUNT)]
-    whole = Gradients(engine, x, exact=True).clipped_sum(1.0)
+    parts = [gradients_of(engine, x[i : i + 1], exact=True).clipped_sum(1.0) for i in range(COUNT)]
+    whole = gradients_of(engine, x, exact=True).clipped_sum(1.0)
     assert whole.dtype == torch.float32  # of its release
     exact, added = (sum(f * t.double() for q in some for f, t in q._terms) for some in ([whole], parts))
-    again = Gradients(engine, x, exact=True).clipped_sum(1.0)
+    again = gradients_of(engine, x, exact=True).clipped_sum(1.0)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole._terms, again._terms, strict=True))
-    rounded = Gradients(engine, x).clipped_sum(1.0).value
+    rounded = gradients_of(engine, x).clipped_sum(1.0).value
     # Layers round, in their own pass, by the size of the lot; the sums themselves do not.
     assert (exact - added).norm() <= 2e-6
     assert (rounded - exact).norm() <= 1e-5
@@ -417,7 +419,7 @@ def test_autocast_in_the_loss_keeps_the_fast_path(name: str) -> None:
     truth = gradients_by_hand(model, loss_fn, x)
     clip_norm = clip_norm_for(truth)
     engine = Engine(model, loss_fn)
-    found = Gradients(engine, x).clipped_sum(clip_norm).value
+    found = gradients_of(engine, x).clipped_sum(clip_norm).value
     assert not engine._loop
     assert (found - clipped(truth, clip_norm).sum(0)).norm() <= 0.02 * clip_norm
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fodp.clipping import Engine, Gradients
+from fodp.clip import ByLayer, Normalised
+from fodp.clipping import Engine
 from fodp.clipping.batches import Keyed
 from fodp.clipping.maps import RANK, WHOLE, Kronecker, Side, factors_of, share, whitening
 from fodp.draws import Source
 from fodp.noise import Streams
+from gradients_for_tests import gradients_of
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe, size_of, trainable
 
 ROWS = 5
@@ -74,7 +76,7 @@ def compare(table: Any, name: str, kind: str, dtype: torch.dtype, **options: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Using padding='same'")
-        query = Gradients(engine, x, **options).shaped(maps).clipped_sum(clip_norm)
+        query = gradients_of(engine, x, factors=maps, **options).clipped_sum(clip_norm)
     expected = clipped(truth, clip_norm).sum(0)
     assert query.bound == clip_norm
     assert (query.value.double() - expected).norm() <= TOLERANCES[dtype] * clip_norm
@@ -105,7 +107,7 @@ def test_every_layer_is_brought_to_the_clip_norm_after_the_map(name: str) -> Non
     maps = maps_of(model, "both")
     truth, _ = by_hand(model, x, maps)
     norms = truth.norm(dim=1, keepdim=True)
-    found = Gradients(Engine(model, probe), x, stability=0.3).shaped(maps).clipped_sum(2.0)
+    found = gradients_of(Engine(model, probe), x, factors=maps, rule=Normalised(0.3)).clipped_sum(2.0)
     assert found.bound == 2.0
     assert (found.value - (2.0 * truth / (norms + 0.3)).sum(0)).norm() <= 1e-11
 
@@ -131,7 +133,7 @@ def test_copies_and_owners_are_mapped_as_wholes(name: str) -> None:
     of_copies = truth.unflatten(0, (-1, 2)).mean(1)
     for batch, copies, whole in ((owned, 1, of_owners), (x, 2, of_copies)):
         clip_norm = clip_norm_for(whole)
-        found = Gradients(Engine(model, probe), batch, copies=copies).shaped(maps).clipped_sum(clip_norm).value
+        found = gradients_of(Engine(model, probe), batch, copies=copies, factors=maps).clipped_sum(clip_norm).value
         assert (found - clipped(whole, clip_norm).sum(0)).norm() <= 1e-12 * clip_norm
 
 
@@ -141,7 +143,7 @@ def test_layers_are_clipped_to_their_shares_after_the_map() -> None:
     maps = maps_of(model, "both")
     truth, _ = by_hand(model, x, maps)
     shares = ((((0,)), 0.6), (((1,)), 0.8))
-    found = Gradients(Engine(model, probe), x, layers=shares).shaped(maps).clipped_sum(0.3).value
+    found = gradients_of(Engine(model, probe), x, factors=maps, rule=ByLayer(shares)).clipped_sum(0.3).value
     parts = zip(truth.split([20, 4], 1), shares, strict=True)
     assert torch.allclose(found, torch.cat([clipped(part, 0.3 * s).sum(0) for part, (_, s) in parts]), atol=1e-13)
 
@@ -152,7 +154,9 @@ def test_an_example_that_is_not_finite_counts_as_zero() -> None:
     maps = maps_of(model, "both")
     x[2, 1] = float("inf")
     rest = torch.arange(size_of(x)) != 2
-    found, others = (Gradients(Engine(model, probe), part).shaped(maps).clipped_sum(0.1).value for part in (x, x[rest]))
+    found, others = (
+        gradients_of(Engine(model, probe), part, factors=maps).clipped_sum(0.1).value for part in (x, x[rest])
+    )
     assert torch.allclose(found, others, atol=1e-6)
     assert found.norm() > 0
 

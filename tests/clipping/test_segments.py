@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fodp.clipping import Engine, Gradients
+from fodp.clipping import Engine
 from fodp.clipping.batches import Keyed, examples_in, take_examples
 from fodp.clipping.layers import uses
 from fodp.clipping.layers.convolutions import Convolution
@@ -15,6 +15,7 @@ from fodp.clipping.layers.segments import Segments, by_owner, picked
 from fodp.clipping.layers.uses import Dense, Product
 from fodp.draws import Source
 from fodp.noise import Streams
+from gradients_for_tests import gradients_of
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe
 
 SIZES = [1, 3, 2, 1, 5]
@@ -39,7 +40,7 @@ def compare(model: nn.Module, x: Any, summed: bool, **options: Any) -> Engine:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Using padding='same'")
-        found = Gradients(engine, owned(x, summed), **options).clipped_sum(clip_norm).value
+        found = gradients_of(engine, owned(x, summed), **options).clipped_sum(clip_norm).value
     error = (found.double() - clipped(truth, clip_norm).sum(0)).norm() / clip_norm
     assert error <= TOLERANCES[found.dtype]
     return engine
@@ -126,7 +127,7 @@ def test_an_owner_with_a_row_that_is_not_finite_counts_as_zero() -> None:
     x[4] = float("nan")  # of the third owner
     truth = by_hand(model, x, False)
     clip_norm = clip_norm_for(truth[[0, 1, 3, 4]])
-    found = Gradients(Engine(model, probe), owned(x)).clipped_sum(clip_norm).value
+    found = gradients_of(Engine(model, probe), owned(x)).clipped_sum(clip_norm).value
     assert torch.allclose(found, clipped(truth, clip_norm).sum(0), atol=1e-10)
 
 

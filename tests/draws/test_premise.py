@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fodp
 from fodp import PrivacyError
+from fodp._looks import is_rare
 from fodp.data import ImageAugmentation
 from fodp.noise import keyed_from
 from fodp.sampling import PoissonSampler
@@ -294,7 +295,7 @@ def test_parts_that_are_checkpointed_from_a_later_step_on_repeat_their_draws(pai
             run = session(copy.deepcopy(model), losses, data(), plan(steps=50))
             for _ in range(40):
                 run.take_step()
-            run.engine.model[2].kept = kept
+            run.source.engine.model[2].kept = kept
             sums.append(run.take_step())
     assert torch.allclose(*sums, atol=1e-5)
 
@@ -602,7 +603,7 @@ def test_losses_that_keep_examples_apart_do_not(seed):
     run = session(model, losses, data(), plan(steps=300, noise_multiplier=1.0, seed=seed))
     for _ in range(300):
         run.take_step()
-    assert not run.engine._loop
+    assert run.source.engine.path != "loop"
 
 
 @pytest.mark.rule(20)
@@ -614,18 +615,14 @@ def test_mixing_that_begins_later_ends_the_run():
         return centred(model, batch) if calls["mix"] else losses(model, batch)
 
     run = session(network(), later, data(), plan(steps=5000, noise_multiplier=1.0))
-    steps = [s for s in range(3, 5000) if fodp.Run._looks_again(_Step(s))]
+    steps = [s for s in range(3, 5000) if is_rare(s)]
     assert 5 < len(steps) < 60
     for _ in range(3):
         run.take_step()
-    calls["mix"], run.step = True, steps[0]
+    calls["mix"] = True
+    run.go_to(steps[0])
     with pytest.raises(PrivacyError, match="not covered by the stated epsilon"):
         run.take_step()
-
-
-class _Step:
-    def __init__(self, step):
-        self.step = step
 
 
 # --- 4: rows that augment returns ----------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """FO-DP-SGD mixes its memory in after the noise, in one pass: the same run as Algorithm 1 with every line apart."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp import testing
 from fodp.data.models import cross_entropy
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.parts import schedule
@@ -26,33 +29,37 @@ both_widths = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 class NoiseThenMemory(FODPSGD):
     """The release of β·s, then (1-β)·u from a reading of its own, then what it became is written."""
 
-    def step(self, run, memory):
-        lot, r, std, beta = self.query(run)
-        release = run.release(lot, r, std)
+    name = "noise-then-memory"
+
+    def step(self, step, memory):
+        r, std, beta = self.query(step)
+        release = step.release(r, std)
         u = memory.read()
         if u is not None:
             release = release + (1 - beta) * u.to(release.dtype)
         memory.write(release)
         return release
 
-    def query(self, run):
-        """The lot, β·s of it, the noise it needs, and β: lines 3 and 4."""
-        beta = schedule.value_at(self.params.beta, run.step)
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        r = beta * gradients.clipped_sum(run.clip_norm)
-        return lot, r, run.adapt_clip(gradients, r, std=run.plan.noise_multiplier * run.clip_norm), beta
+    def query(self, step):
+        """β·s of a lot, the noise it needs, and β: lines 3 and 4."""
+        beta = schedule.value_at(self.params.beta, step.number)
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        r = beta * gradients.clipped_sum(step.clip_norm)
+        return r, step.adapt_clip(gradients, r, std=step.plan.noise_multiplier * step.clip_norm), beta
 
 
 class MemoryThenNoise(NoiseThenMemory):
     """Algorithm 1 in the order of its lines: r = β·s + (1-β)·u has the bound of β·s, then its noise."""
 
-    def step(self, run, memory):
-        lot, r, std, beta = self.query(run)
+    name = "memory-then-noise"
+
+    def step(self, step, memory):
+        r, std, beta = self.query(step)
         u = memory.read()
         if u is not None:
             r = r + (1 - beta) * u.to(r.dtype)
-        release = run.release(lot, r, std)
+        release = step.release(r, std)
         memory.write(release)
         return release
 
@@ -60,9 +67,11 @@ class MemoryThenNoise(NoiseThenMemory):
 class MixThenWrite(NoiseThenMemory):
     """Two passes over the window, one that mixes it in and one that remembers."""
 
-    def step(self, run, memory):
-        lot, r, std, beta = self.query(run)
-        release = memory.add_to_(run.release(lot, r, std), 1 - beta)
+    name = "mix-then-write"
+
+    def step(self, step, memory):
+        r, std, beta = self.query(step)
+        release = memory.add_to_(step.release(r, std), 1 - beta)
         memory.write(release)
         return release
 
@@ -72,11 +81,10 @@ def trainer(params, dtype, step=None, **public):
     model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
     data = TensorDataset(torch.randn(200, 40, dtype=dtype), torch.randint(3, (200,)))
     numbers = dict(sampling_rate=0.2, lot_size=40, clip_norm=1.0, noise_multiplier=1.1, delta=1e-5, seed=7)
-    plan = fodp.Plan(method="fo-dp-sgd", params=params, steps=STEPS, **numbers | public)
-    trainer = fodp.Trainer(model, cross_entropy, data, plan)
-    if step is not None:
-        trainer.session.method = step(trainer.session.method.params)
-    return trainer
+    with nullcontext() if step is None else testing.registered(step):
+        method = "fo-dp-sgd" if step is None else step.name
+        plan = fodp.Plan(method=method, params={"lr": 0.7} | params, steps=STEPS, **numbers | public)
+        return fodp.Trainer(model, cross_entropy, data, plan)
 
 
 def trajectory(*args, **public):

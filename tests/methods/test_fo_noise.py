@@ -76,12 +76,12 @@ def test_a_resumed_secure_run_goes_on_with_a_round_of_new_groups_and_keeps_no_no
     first = trainer(secure, ledger=fodp.Ledger(tmp_path / "l.db"))
     first.callbacks.append(StopAfter(4))
     first.fit()
-    assert "noise" not in first.session.state_dict()  # a reader could take it off
+    assert "noise" not in first.session.state_dict()["states"]  # a reader could take it off
     first.save(tmp_path / "c.pt")
     second = trainer(secure, ledger=fodp.Ledger(tmp_path / "l.db"))
     second.resume(tmp_path / "c.pt")
     assert (second.step, second.lost_steps) == (6, 2)
-    assert not second.run._correlated._past
+    assert not second.session.states["noise"]._past
     result = second.fit()
     assert (result.steps, result.lost_steps, result.epsilon) == (11, 2, secure.epsilon())
 
@@ -116,7 +116,7 @@ def test_a_seeded_checkpoint_has_the_noise_and_goes_on_within_a_round(tmp_path):
 
 def test_a_step_that_breaks_off_leaves_a_gap_in_the_noise():
     """Correlating over it would bring two lots of one record within a window of noise."""
-    run = trainer(plan("fo-noise", dict(bands=3))).run
+    run = trainer(plan("fo-noise", dict(bands=3))).session
     run.take_step()
     gradients = run.gradients
     run.gradients = lambda *_, **__: 1 / 0
@@ -124,7 +124,7 @@ def test_a_step_that_breaks_off_leaves_a_gap_in_the_noise():
         run.take_step()
     run.gradients = gradients
     run.take_step()
-    assert (run.step, run._correlated._age) == (3, 1)
+    assert (run.number, run.states["noise"]._age) == (3, 1)
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------
@@ -359,11 +359,11 @@ class TwoReleases(FONoise):
 
     name = "two-releases"
 
-    def step(self, run, state):
-        lot = run.draw()
-        query = run.gradients(lot).clipped_sum(run.clip_norm)
-        std = run.plan.noise_multiplier * run.clip_norm * math.sqrt(2)
-        return (run.release(lot, query, std) + run.release(lot, query, std)) / 2
+    def step(self, step, state):
+        lot = step.draw()
+        query = step.gradients(lot).clipped_sum(step.clip_norm)
+        std = step.plan.noise_multiplier * step.clip_norm * math.sqrt(2)
+        return (step.release(query, std) + step.release(query, std)) / 2
 
 
 @pytest.mark.rule(6)

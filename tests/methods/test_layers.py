@@ -8,10 +8,11 @@ from torch import nn
 
 import fodp
 from fodp import testing
+from fodp.clip import ByLayer
 from fodp.clipping.engine import Engine
-from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.methods.parts.layers import PerLayer
+from gradients_for_tests import gradients_of
 from methods_for_tests import data, flat, losses, network, plan, trajectory
 from methods_for_tests import trainer as trainer_of
 from models_for_tests import gradients_by_hand
@@ -56,7 +57,7 @@ def test_each_layer_is_clipped_to_its_share_and_the_whole_to_the_clip_norm(engin
         assert clipped.norm() <= bound * (1 + 1e-12)
         expected += clipped
     for microbatch in (None, 5):
-        asked = Gradients(Engine(model, losses, engine), batch, microbatch=microbatch, layers=layers)
+        asked = gradients_of(Engine(model, losses, engine), batch, microbatch=microbatch, rule=ByLayer(layers))
         query = asked.clipped_sum(bound)
         assert query.bound == bound
         assert torch.allclose(query.value, expected, atol=1e-12)
@@ -68,7 +69,9 @@ def test_one_example_moves_a_sum_by_layers_by_at_most_the_bound():
     layers = PerLayer(layer_shares=()).groups([name for name, _ in model.named_parameters()])
     engine = Engine(model, losses)
     bound, more = 1e-3, (torch.cat([inputs, inputs[:1] + 1]), torch.cat([labels, labels[:1]]))
-    here, there = (Gradients(engine, b, layers=layers, exact=True).clipped_sum(bound) for b in ((inputs, labels), more))
+    here, there = (
+        gradients_of(engine, b, rule=ByLayer(layers), exact=True).clipped_sum(bound) for b in ((inputs, labels), more)
+    )
     moved = (here.value - there.value).norm()
     assert moved <= bound * (1 + fodp.clipping.FLOAT_TOLERANCE)
     assert moved > 0.999 * bound  # all of it is used where both layers are clipped
@@ -82,7 +85,9 @@ def test_an_example_counts_as_unclipped_if_no_layer_is_clipped():
         for g in parts_by_hand(model, batch)
     ]
     bound = float(torch.stack(largest).median())
-    count = Gradients(Engine(model, losses), batch, layers=layers).count(lambda norms: norms <= bound * (1 + 1e-9))
+    count = gradients_of(Engine(model, losses), batch, rule=ByLayer(layers)).count(
+        lambda norms: norms <= bound * (1 + 1e-9)
+    )
     assert float(count.value) == sum(value <= bound * (1 + 1e-9) for value in largest) - len(largest) / 2
 
 
@@ -90,9 +95,9 @@ def test_not_finite_examples_contribute_nothing_by_layer():
     model, (inputs, labels) = network(), data().tensors
     layers = PerLayer(layer_shares=()).groups([name for name, _ in model.named_parameters()])
     engine = Engine(model, losses)
-    expected = Gradients(engine, (inputs, labels), layers=layers).clipped_sum(0.1).value
+    expected = gradients_of(engine, (inputs, labels), rule=ByLayer(layers)).clipped_sum(0.1).value
     spoilt = torch.cat([inputs, torch.full((1, 5), math.nan)]), torch.cat([labels, labels[:1]])
-    assert torch.allclose(Gradients(engine, spoilt, layers=layers).clipped_sum(0.1).value, expected)
+    assert torch.allclose(gradients_of(engine, spoilt, rule=ByLayer(layers)).clipped_sum(0.1).value, expected)
 
 
 @pytest.mark.rule(4)
@@ -153,12 +158,12 @@ def test_a_calibrated_schedule_meets_its_target():
 
 
 def test_the_clip_norm_and_the_noise_of_a_step_are_the_scheduled_ones():
-    run = trainer("dp-sgd", **schedules_for("dp-sgd")).run
+    run = trainer("dp-sgd", **schedules_for("dp-sgd")).session
     seen = []
     for _ in range(4):
         clip = run.clip_norm
         run.take_step()
-        seen.append((clip, run._noise_std))
+        seen.append((clip, math.sqrt(run.noise_variance()) * run.plan.lot_size))
     norm, sigma = run.plan.clip_norm, run.plan.noise_multiplier
     expected = [(1.0, 1.0), (0.25, 1.0), (0.25, 0.5), (0.25, 2.0)]
     assert seen == [pytest.approx((norm * c, sigma * z * norm * c)) for c, z in expected]

@@ -15,8 +15,11 @@ from fodp.clipping.maps import Kronecker
 from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.queries import Query
+from fodp.session import Session
+from gradients_for_tests import scaled
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
+from sessions_for_tests import measured_by
 
 KRONECKER = dict(shape="kronecker", width=2.0, shape_every=2, shape_sides="both")
 TRANSCRIPT = dict(shape="transcript", width=2.0, shape_warmup=1, shape_memory=3.0)
@@ -54,9 +57,9 @@ def test_the_whole_suite_of_a_method_passes(method, given):
 
 def matrices(run):
     """The maps of a run's step as one matrix on the flat vector."""
-    ones = torch.eye(sum(p.numel() for p in run.engine.layout.parameters), dtype=torch.float64)
+    ones = torch.eye(sum(p.numel() for p in run.source.layout.parameters), dtype=torch.float64)
     blocks = []
-    for factor, parameter in zip(run._shape.current, run.engine.layout.parameters, strict=True):
+    for factor, parameter in zip(run.scaling.current, run.source.layout.parameters, strict=True):
         eye = ones[: parameter.numel(), : parameter.numel()].reshape(-1, *parameter.shape)
         mapped = factor(eye, 1) if isinstance(factor, Kronecker) else factor * eye
         blocks.append(mapped.flatten(1))
@@ -69,7 +72,7 @@ def test_a_step_is_what_it_is_by_hand(given):
     batch = data().tensors
     training = trainer(plan("dp-sgd", {**given, "lr": 0.1}, sampling_rate=1.0, clip_norm=0.1, steps=4))
     for step in range(4):
-        run, model = training.run, training.model
+        run, model = training.session, training.model
         gradients = []
         for row in range(len(batch[0])):
             loss = losses(model, tuple(column[row : row + 1] for column in batch)).sum()
@@ -91,7 +94,7 @@ def maps_at(training, steps):
     found = []
     for _ in range(steps):
         training.take_step()
-        found.append(matrices(training.run))
+        found.append(matrices(training.session))
     return found
 
 
@@ -107,7 +110,9 @@ def test_kronecker_whitens_what_the_layers_are_given_and_get_back():
     """Mean squares are those of fan-in; other data of the same form makes the same maps."""
     training = trainer(plan("dp-sgd", {**KRONECKER, "shape_every": 0}))
     one = maps_at(training, 1)[0]
-    weights = training.plan.algorithm.parts.shape.weights(training.run.shapes)
+    weights = training.plan.algorithm.parts.shape.weights(
+        [parameter.shape for parameter in training.source.layout.parameters]
+    )
     for parameter, b in zip(training.model.parameters(), weights, strict=True):
         assert training.session.noise_share(parameter) == pytest.approx(b**2)
     other = TensorDataset(data(9, seed=5).tensors[0] * 100 + 3, torch.zeros(9, dtype=torch.int64))
@@ -124,10 +129,10 @@ def test_one_side_alone_is_mapped_if_that_is_asked_for():
     )
     for training in (both, inputs, outputs):
         training.take_step()
-    weights = [training.run._shape.current[0] for training in (both, inputs, outputs)]
+    weights = [training.session.scaling.current[0] for training in (both, inputs, outputs)]
     assert [(w.left is None, w.right is None) for w in weights] == [(False, False), (True, False), (False, True)]
     assert torch.equal(weights[0].left.gains, weights[2].left.gains)
-    biases = [training.run._shape.current[1] for training in (inputs, outputs)]
+    biases = [training.session.scaling.current[1] for training in (inputs, outputs)]
     assert [isinstance(b, Kronecker) and b.left is not None for b in biases] == [False, True]
 
 
@@ -170,7 +175,7 @@ def test_shapes_change_over_the_run_and_come_back_from_a_checkpoint(given):
 def test_ranks_have_the_same_shape(given):
     def work(rank):
         training = trainer(plan("dp-sgd", given))
-        return [matrices(training.run), trajectory(training), matrices(training.run)]
+        return [matrices(training.session), trajectory(training), matrices(training.session)]
 
     alone = work(0)
     for found in in_ranks(2, work):
@@ -190,7 +195,7 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
     training = trainer(plan("dp-sgd", KRONECKER, steps=1), Mixed(), engine="loop")
     with pytest.warns(UserWarning, match="takes the shape fan-in"):
         training.take_step()
-    assert training.run._shape.current == training.session.method.parts.shape.weights([(5, 3)])
+    assert training.session.scaling.current == training.session.method.parts.shape.weights([(5, 3)])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -255,11 +260,7 @@ def test_records_of_no_one_form_need_a_public_sample():
 
 def moments_of_the_data(monkeypatch):
     """Whitening by the private inputs' own second moments."""
-
-    def private(run, public_sample):
-        return lambda _: tuple(c.nan_to_num() if c.is_floating_point() else c for c in run._fetcher._columns)
-
-    monkeypatch.setattr(Run, "_made_up", private)
+    measured_by(monkeypatch, lambda rows, step, public: rows)
     return KRONECKER
 
 
@@ -267,15 +268,14 @@ def moments_of_the_lot(monkeypatch):
     """The same of the lot that was drawn in this step: made when its gradients are asked for."""
     made = shaping.KroneckerShape._made
 
-    def gradients(run, lot, *args, **options):
-        run._shape._sample = lambda _: tuple(
-            c.nan_to_num() if c.is_floating_point() else c for c in run._batch(lot).rows
-        )
-        run._shape._factors = tuple(made(run._shape, run.step))
-        return original(run, lot, *args, **options)
+    def gradients(session, number, lot, at):
+        rows = session.source.fetcher.fetch(lot.indices)
+        session.scaling._sample = lambda _: tuple(c.nan_to_num() if c.is_floating_point() else c for c in rows)
+        session.scaling._factors = tuple(made(session.scaling, number))
+        return original(session, number, lot, at)
 
-    original = Run.gradients
-    monkeypatch.setattr(Run, "gradients", gradients)
+    original = Session.gradients
+    monkeypatch.setattr(Session, "gradients", gradients)
     return KRONECKER
 
 
@@ -288,30 +288,29 @@ def energies_before_their_noise(monkeypatch):
 
 def energies_of_this_lot(monkeypatch):
     """Factors of a step from the clean energies of that step's own lot, before clipping."""
-    original = Run.gradients
+    original = Session.gradients
 
-    def gradients(run, lot, *args, **options):
-        asked = original(run, lot, *args, **options)
-        clean = Gradients(run.engine, asked.batch, lot=lot).clipped_sum(1.0)
-        run._shape.see(clean, clean.value, 0.0)
-        run._shape._at = -1
-        return asked.shaped(run._shape.factors(run.step))
+    def gradients(session, number, lot, at):
+        clean = scaled(original(session, number, lot, at), None).clipped_sum(1.0)
+        session.scaling.see(clean, clean.value, 0.0)
+        session.scaling._at = -1
+        return original(session, number, lot, at)
 
-    monkeypatch.setattr(Run, "gradients", gradients)
+    monkeypatch.setattr(Session, "gradients", gradients)
     return TRANSCRIPT
 
 
 def clipped_before_they_are_mapped(monkeypatch):
     """Norms of gradients as they come, and maps on the clipped sum: one example moves it by more than C."""
-    original = Gradients.sum
+    original = Gradients.clipped_sum
 
-    def summed(self, **options):
-        plain = original(Gradients(self.engine, self.batch, lot=self.lot), **options)
-        shape = tuple((p.numel(), f) for p, f in zip(self.engine.layout.parameters, self.shape, strict=True))
-        mapped = Query(plain.value, plain.bound, shape=shape).map_back_(plain.value)
-        return Query(mapped, plain.bound, self.lot, shape=shape)
+    def summed(self, clip_norm):
+        plain = original(scaled(self, None), clip_norm)
+        blocks = tuple((p.numel(), f) for p, f in zip(self.layout.parameters, self.factors, strict=True))
+        mapped = Query(plain.value, plain.bound, blocks=blocks).map_back_(plain.value)
+        return Query(mapped, plain.bound, self.lot, blocks=blocks)
 
-    monkeypatch.setattr(Gradients, "sum", summed)
+    monkeypatch.setattr(Gradients, "clipped_sum", summed)
     return {**TRANSCRIPT, "shape_floor": 3.0}
 
 

@@ -40,13 +40,13 @@ class CleanAscent(DPSAM):
 
     name = "clean-ascent"
 
-    def step(self, run, state):
-        up = run.draw(name="ascent")
-        clean = run.gradients(up).clipped_sum(run.clip_norm)
-        run.release(up, clean, std(run) * self.params.ascent_noise)  # charged, and then not used
-        lot = run.draw()
-        there = run.gradients(lot, at=((1.0, clean.value * (self.params.rho / clean.value.norm())),))
-        return run.release(lot, there.clipped_sum(run.clip_norm), std(run))
+    def step(self, step, state):
+        up = step.draw(name="ascent")
+        clean = step.gradients(up).clipped_sum(step.clip_norm)
+        step.release(clean, std(step) * self.params.ascent_noise)  # charged, and then not used
+        lot = step.draw()
+        there = step.gradients(lot, at=((1.0, clean.value * (self.params.rho / clean.value.norm())),))
+        return step.release(there.clipped_sum(step.clip_norm), std(step))
 
 
 class CleanAscentNorm(DPSAM):
@@ -54,13 +54,13 @@ class CleanAscentNorm(DPSAM):
 
     name = "clean-ascent-norm"
 
-    def step(self, run, state):
-        up = run.draw(name="ascent")
-        clean = run.gradients(up).clipped_sum(run.clip_norm)
-        noisy = run.release(up, clean, std(run) * self.params.ascent_noise)
-        lot = run.draw()
-        there = run.gradients(lot, at=((1.0, noisy * (self.params.rho / clean.value.norm())),))
-        return run.release(lot, there.clipped_sum(run.clip_norm), std(run))
+    def step(self, step, state):
+        up = step.draw(name="ascent")
+        clean = step.gradients(up).clipped_sum(step.clip_norm)
+        noisy = step.release(clean, std(step) * self.params.ascent_noise)
+        lot = step.draw()
+        there = step.gradients(lot, at=((1.0, noisy * (self.params.rho / clean.value.norm())),))
+        return step.release(there.clipped_sum(step.clip_norm), std(step))
 
 
 class AscentUncharged(DPSAM):
@@ -77,11 +77,11 @@ class OneLotTwice(DPSAM):
 
     name = "one-lot-twice"
 
-    def step(self, run, state):
-        lot = run.draw()
-        a = run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run) * self.params.ascent_noise)
-        there = run.gradients(lot, at=((1.0, a * (self.params.rho / a.norm())),))
-        return run.release(lot, there.clipped_sum(run.clip_norm), std(run))
+    def step(self, step, state):
+        lot = step.draw()
+        a = step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step) * self.params.ascent_noise)
+        there = step.gradients(lot, at=((1.0, a * (self.params.rho / a.norm())),))
+        return step.release(there.clipped_sum(step.clip_norm), std(step))
 
 
 @dataclass
@@ -97,12 +97,12 @@ class RawNormClip(DPSGD):
     def init(self, plan, size):
         return RawNorm(plan.clip_norm)
 
-    def step(self, run, state):
+    def step(self, step, state):
         C, norms = state.clip_norm, []
-        lot = run.draw()
-        query = run.gradients(lot).sum(bound=C, weight=lambda n: norms.append(n) or torch.ones_like(n))
+        lot = step.draw()
+        query = step.gradients(lot).sum(bound=C, weight=lambda n: norms.append(n) or torch.ones_like(n))
         state.clip_norm = torch.cat(norms).quantile(0.5).item()
-        return run.release(lot, query, run.plan.noise_multiplier * C)
+        return step.release(query, step.plan.noise_multiplier * C)
 
 
 class RawClipRate(DPAdamAC):
@@ -110,13 +110,13 @@ class RawClipRate(DPAdamAC):
 
     name = "raw-clip-rate"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        clean = gradients.count(lambda norms: norms <= run.clip_norm).value
-        self._steer(state, 0.5 - clean.item() / run.plan.lot_size)
-        query = gradients.clipped_sum(run.clip_norm)
-        return run.release(lot, query, run.adapt_clip(gradients, query, std(run)))
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        clean = gradients.count(lambda norms: norms <= step.clip_norm).value
+        self._steer(state, 0.5 - clean.item() / step.plan.lot_size)
+        query = gradients.clipped_sum(step.clip_norm)
+        return step.release(query, step.adapt_clip(gradients, query, std(step)))
 
 
 class CleanNormaliser(DPIS):
@@ -124,16 +124,15 @@ class CleanNormaliser(DPIS):
 
     name = "clean-normaliser"
 
-    def step(self, run, state):
-        if state.normaliser is None:
-            released = run.release
+    def step(self, step, state):
+        released = step.release
 
-            def swapped(lot, query, std):
-                noisy = released(lot, query, std)
-                return query.value if query.value.dim() == 0 else noisy
+        def swapped(query, std):
+            noisy = released(query, std)
+            return query.value if query.is_number else noisy
 
-            run.release = swapped
-        return super().step(run, state)
+        step.release = swapped
+        return super().step(step, state)
 
 
 class RateOfTheExpectedLot(DPIS):
@@ -152,10 +151,10 @@ class RejectedAreFree(SADPSGD):
 
     name = "rejected-are-free"
 
-    def accepts(self, run, state):
-        accepted = super().accepts(run, state)
+    def accepts(self, session, state):
+        accepted = super().accepts(session, state)
         if not accepted:
-            run.step -= 1
+            session.go_to(session.number - 1)
         return accepted
 
 
@@ -164,10 +163,10 @@ class ProposesTwice(SADPSGD):
 
     name = "proposes-twice"
 
-    def step(self, run, state):
-        super().step(run, state)
-        again = run.draw(name="again")
-        return run.release(again, run.gradients(again).clipped_sum(run.clip_norm), std(run))
+    def step(self, step, state):
+        super().step(step, state)
+        again = step.draw(name="again")
+        return step.release(step.gradients(again).clipped_sum(step.clip_norm), std(step))
 
 
 class PromisesHalf(SADPSGD):
@@ -184,10 +183,10 @@ class UnscaledBound(FODPSGD):
 
     name = "unscaled-bound"
 
-    def step(self, run, memory):
-        lot = run.draw()
-        s = run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, Query((s + s).value, self.params.beta * run.clip_norm, lot), std(run))
+    def step(self, step, memory):
+        lot = step.draw()
+        s = step.gradients(lot).clipped_sum(step.clip_norm)
+        return step.release(Query((s + s).value, self.params.beta * step.clip_norm, lot), std(step))
 
 
 class CountForFree(DPSGD):
@@ -195,11 +194,11 @@ class CountForFree(DPSGD):
 
     name = "count-for-free"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        run.release(lot, gradients.count(lambda norms: norms <= run.clip_norm), 50.0)
-        return run.release(lot, gradients.clipped_sum(run.clip_norm), std(run))
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        step.release(gradients.count(lambda norms: norms <= step.clip_norm), 50.0)
+        return step.release(gradients.clipped_sum(step.clip_norm), std(step))
 
 
 class UncentredCount(DPSGD):
@@ -208,14 +207,14 @@ class UncentredCount(DPSGD):
     name = "uncentred-count"
     count_noise = 50.0
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        centred = gradients.count(lambda norms: norms <= run.clip_norm)
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        centred = gradients.count(lambda norms: norms <= step.clip_norm)
         count = Query(centred.value + len(lot.indices) / 2, centred.bound, lot)
-        run.release(lot, count, self.count_noise)
-        rest = (run.plan.noise_multiplier**-2 - (2 * self.count_noise) ** -2) ** -0.5
-        return run.release(lot, gradients.clipped_sum(run.clip_norm), rest * run.clip_norm)
+        step.release(count, self.count_noise)
+        rest = (step.plan.noise_multiplier**-2 - (2 * self.count_noise) ** -2) ** -0.5
+        return step.release(gradients.clipped_sum(step.clip_norm), rest * step.clip_norm)
 
 
 class CentredCount(UncentredCount):
@@ -223,12 +222,12 @@ class CentredCount(UncentredCount):
 
     name = "centred-count"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        run.release(lot, gradients.count(lambda norms: norms <= run.clip_norm), self.count_noise)
-        rest = (run.plan.noise_multiplier**-2 - (2 * self.count_noise) ** -2) ** -0.5
-        return run.release(lot, gradients.clipped_sum(run.clip_norm), rest * run.clip_norm)
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        step.release(gradients.count(lambda norms: norms <= step.clip_norm), self.count_noise)
+        rest = (step.plan.noise_multiplier**-2 - (2 * self.count_noise) ** -2) ** -0.5
+        return step.release(gradients.clipped_sum(step.clip_norm), rest * step.clip_norm)
 
 
 class ClippedSeparately(DiSK):
@@ -236,17 +235,17 @@ class ClippedSeparately(DiSK):
 
     name = "clipped-separately"
 
-    def step(self, run, state):
-        C, theta = run.clip_norm, run.parameters()
+    def step(self, step, state):
+        C, theta = step.clip_norm, step.parameters()
         c = (1 - self.params.kappa) / (self.params.kappa * self.params.gamma)
-        lot = run.draw()
-        here = run.gradients(lot).clipped_sum(C)
+        lot = step.draw()
+        here = step.gradients(lot).clipped_sum(C)
         query = here
         if state.point is not None:
-            ahead = run.gradients(lot, at=((1.0, self.params.gamma * (theta - state.point)),)).clipped_sum(C)
+            ahead = step.gradients(lot, at=((1.0, self.params.gamma * (theta - state.point)),)).clipped_sum(C)
             query = Query(c * ahead.value + (1 - c) * here.value, C, lot)
         state.point = theta
-        return run.release(lot, query, std(run))
+        return step.release(query, std(step))
 
 
 class QueryOfTheMean(DPSGD):
@@ -254,11 +253,11 @@ class QueryOfTheMean(DPSGD):
 
     name = "query-of-the-mean"
 
-    def step(self, run, state):
-        lot = run.draw()
-        share = run.plan.lot_size / max(1, len(lot.indices))
-        query = run.gradients(lot).clipped_sum(run.clip_norm) * share
-        return run.release(lot, query, std(run) * share)
+    def step(self, step, state):
+        lot = step.draw()
+        share = step.plan.lot_size / max(1, len(lot.indices))
+        query = step.gradients(lot).clipped_sum(step.clip_norm) * share
+        return step.release(query, std(step) * share)
 
 
 class CleanPrevious(DPSAT):
@@ -266,14 +265,11 @@ class CleanPrevious(DPSAT):
 
     name = "clean-previous"
 
-    def step(self, run, state):
-        released = run.release
+    def step(self, step, state):
+        released = step.release
         clean = []
-        run.release = lambda lot, query, std: clean.append(query.value) or released(lot, query, std)
-        try:
-            release = super().step(run, state)
-        finally:
-            run.release = released
+        step.release = lambda query, std: clean.append(query.value) or released(query, std)
+        release = super().step(step, state)
         state.ascent = clean[0] * (self.params.rho / clean[0].norm())
         return release
 
@@ -283,11 +279,11 @@ class SkipsSmallLots(DPSGD):
 
     name = "skips-small-lots"
 
-    def step(self, run, state):
-        lot = run.draw()
+    def step(self, step, state):
+        lot = step.draw()
         if len(lot.indices) < 12:
-            return torch.zeros_like(run.parameters())
-        return run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run))
+            return torch.zeros_like(step.parameters())
+        return step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step))
 
 
 class NoiseByLot(DPSGD):
@@ -295,10 +291,10 @@ class NoiseByLot(DPSGD):
 
     name = "noise-by-lot"
 
-    def step(self, run, state):
-        lot = run.draw()
-        less = len(lot.indices) / len(run.parameters())
-        return run.release(lot, run.gradients(lot).clipped_sum(run.clip_norm), std(run) * less)
+    def step(self, step, state):
+        lot = step.draw()
+        less = len(lot.indices) / len(step.parameters())
+        return step.release(step.gradients(lot).clipped_sum(step.clip_norm), std(step) * less)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.parts.adaptive_clip import Quantile
 from fodp.methods.parts.filters import Doppler, Fractional, Momentum
 from fodp.methods.parts.updates import Adam, AdamW, CorrectedAdam, CorrectedAdamW, Sgd
+from fodp.step import Step
 from fodp.trainer import Trainer
 from fodp.training.scores import accuracy
 from methods_for_tests import (
@@ -137,8 +138,8 @@ def test_without_noise_and_clipping_it_is_its_non_private_rule(method, params):
 
 def test_disk_takes_one_gradient_where_one_is_enough(monkeypatch):
     asked = []
-    gradients = fodp.Run.gradients
-    monkeypatch.setattr(fodp.Run, "gradients", lambda run, lot, at=(): asked.append(len(at)) or gradients(run, lot))
+    gradients = Step.gradients
+    monkeypatch.setattr(Step, "gradients", lambda step, lot, at=(): asked.append(len(at)) or gradients(step, lot))
     for kappa in (0.3, 0.5, 0.7):
         trajectory(trainer(plan("disk", dict(kappa=kappa, gamma=(1 - kappa) / kappa), steps=3)))
     assert asked == [0, 1, 1] * 3  # the first step has no past to extrapolate from
@@ -159,7 +160,7 @@ class TestImportanceSampling:
         run = session(network(), losses, data(), the_plan)
         run.take_step()  # releases the normaliser
         if normaliser is not None:
-            run.state.normaliser = normaliser
+            run.states["method"].normaliser = normaliser
         if clip_norm is not None:
             run.adaptive_clip.clip_norm = clip_norm
         return torch.stack([run.take_step() for _ in range(600)]) / 0.4
@@ -357,11 +358,10 @@ def test_dp_is_goes_on_without_the_normaliser_that_a_crash_lost():
 @pytest.mark.rule(8)
 def test_a_lot_of_a_larger_rate_than_promised_is_refused_before_its_release():
     training = trainer(plan("dp-sgd"))
-    run = training.run
-    run._begin()
-    lot = run.draw(rate=0.9)
+    step = Step(training.session, 0)
+    lot = step.draw(rate=0.9)
     with pytest.raises(fodp.PrivacyError, match=r"at rate 0\.9"):
-        run.release(lot, run.gradients(lot).clipped_sum(1.0), std=1.0)
+        step.release(step.gradients(lot).clipped_sum(1.0), std=1.0)
 
 
 def test_dp_is_refreshes_its_normaliser_on_all_the_data_every_block():
@@ -489,7 +489,7 @@ def test_the_clip_norm_moves_towards_the_quantile_with_every_method(method, star
 def test_the_clip_norm_changes_after_the_step_that_used_it(method):
     tape = record(plan(method, QUANTILE))
     share = 0.9 if method == "fo-uniform" else 1.0  # FO's query has the bound βC
-    norms = [1.0, *(seen["state"]["clip_norm"] for seen in tape.seen)]
+    norms = [1.0, *(seen["state"]["states"]["clip"]["clip_norm"] for seen in tape.seen)]
     sums = [r for r in tape.releases if r.value.dim()]
     assert [r.bound for r in sums] == pytest.approx([share * c for c in norms[:-1]])
     counts = [r.result.item() for r in tape.releases if not r.value.dim()]
@@ -503,10 +503,10 @@ class WithoutAdapting(DPSGD):
 
     name = "without-adapting"
 
-    def step(self, run, state):
-        lot = run.draw()
-        query = run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, query, run.plan.noise_multiplier * run.clip_norm)
+    def step(self, step, state):
+        lot = step.draw()
+        query = step.gradients(lot).clipped_sum(step.clip_norm)
+        return step.release(query, step.plan.noise_multiplier * step.clip_norm)
 
 
 class AdaptingTwice(DPSGD):
@@ -514,12 +514,12 @@ class AdaptingTwice(DPSGD):
 
     name = "adapting-twice"
 
-    def step(self, run, state):
-        lot = run.draw()
-        gradients = run.gradients(lot)
-        query = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, query, run.plan.noise_multiplier * run.clip_norm)
-        return run.release(lot, query, run.adapt_clip(gradients, query, std))
+    def step(self, step, state):
+        lot = step.draw()
+        gradients = step.gradients(lot)
+        query = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, query, step.plan.noise_multiplier * step.clip_norm)
+        return step.release(query, step.adapt_clip(gradients, query, std))
 
 
 class AdaptingByAnotherLot(DPSGD):
@@ -527,11 +527,11 @@ class AdaptingByAnotherLot(DPSGD):
 
     name = "adapting-by-another-lot"
 
-    def step(self, run, state):
-        lot, other = run.draw(), run.draw(name="other")
-        query = run.gradients(lot).clipped_sum(run.clip_norm)
-        std = run.adapt_clip(run.gradients(other), query, run.plan.noise_multiplier * run.clip_norm)
-        return run.release(lot, query, std)
+    def step(self, step, state):
+        lot, other = step.draw(), step.draw(name="other")
+        query = step.gradients(lot).clipped_sum(step.clip_norm)
+        std = step.adapt_clip(step.gradients(other), query, step.plan.noise_multiplier * step.clip_norm)
+        return step.release(query, std)
 
 
 @pytest.mark.rule(14)
@@ -573,7 +573,7 @@ def test_a_count_that_takes_too_much_is_refused_before_the_first_step(method, pa
 
 def test_a_count_is_as_noisy_as_a_small_target_needs():
     """L/20, or z where that is larger: then three quarters of a step's cost are left to the gradients."""
-    usual, small = (trainer(plan("dp-sgd", dict(quantile=0.5), noise_multiplier=z)).run for z in (0.1, 30.0))
+    usual, small = (trainer(plan("dp-sgd", dict(quantile=0.5), noise_multiplier=z)).session for z in (0.1, 30.0))
     assert usual.adaptive_clip.count_noise == 12 / 20
     assert small.adaptive_clip.count_noise == 30
     assert small.adaptive_clip.rest(30.0) == pytest.approx(30 / math.sqrt(3 / 4))
@@ -911,12 +911,12 @@ def test_a_method_of_ones_own_takes_a_few_lines():
         def events(self, plan):
             return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-        def step(self, run, state):
-            lot = run.draw()
-            gradients = run.gradients(lot)
-            query = gradients.clipped_sum(run.clip_norm)
-            std = run.adapt_clip(gradients, query, std=run.plan.noise_multiplier * run.clip_norm)
-            return run.release(lot, query, std).sign()
+        def step(self, step, state):
+            lot = step.draw()
+            gradients = step.gradients(lot)
+            query = gradients.clipped_sum(step.clip_norm)
+            std = step.adapt_clip(gradients, query, std=step.plan.noise_multiplier * step.clip_norm)
+            return step.release(query, std).sign()
 
     register(SignSGD)
     try:

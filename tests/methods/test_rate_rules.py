@@ -13,8 +13,10 @@ from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods import METHODS
 from fodp.methods.parts import rate_rules
 from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
+from fodp.step import Step
 from fodp.training import fitting
 from methods_for_tests import delete_one, let_rate_rules_hear_clean_sums, network, plan, trainer, trajectory
+from sessions_for_tests import private_columns
 
 FOLLOWED = dict(rate_rule="transcript", shape="fan-in", width=4.0)
 STEPS = 200
@@ -158,9 +160,9 @@ def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
         before = [p.detach().clone() for p in parameters]
         training.take_step()
         std = math.sqrt(float(training.session.noise_variance()))
-        deviations = [partial(through, std * matrix) for matrix in blocks(training.run)]
+        deviations = [partial(through, std * matrix) for matrix in blocks(training.session)]
         # With a quantile the update gets C/C_t of the release.
-        scaled = the_plan.clip_norm / float(training.run.last_clip_norm) if "quantile" in params else 1.0
+        scaled = the_plan.clip_norm / float(training.session.adaptive_clip.used) if "quantile" in params else 1.0
         factor = rule.factor(before, [p.grad / scaled for p in parameters], deviations)
         seen.append(factor)
         factor *= the_plan.algorithm.parts.rates.at(step, 40)
@@ -186,21 +188,20 @@ def test_where_noise_of_earlier_steps_is_carried_on_what_is_fresh_is_heard(metho
     """The rates are those of the releases before a memory or a filter."""
     the_plan = plan(method, {"rate_rule": "transcript", **params}, steps=30)
     training = trainer(the_plan)
-    run, rule, released = training.run, FollowedTranscript(30), []
-    original = run.release
+    rule, released, seen = FollowedTranscript(30), [], []
 
-    def release(lot, query, std):
-        found = original(lot, query, std)
-        released.append((found.clone(), std))
-        return found
+    class Noted(Step):
+        def release(self, query, std):
+            found = super().release(query, std)
+            released.append((found.clone(), std))
+            return found
 
-    run.release = release
-    seen = []
+    training.session.steps_by(Noted)
     for _ in range(30):
         before = [p.detach().clone() for p in training.model.parameters()]
         training.take_step()
         fresh, std = released[-1]
-        seen.append(rule.factor(before, run.engine.layout.views(fresh), along([std] * len(before))))
+        seen.append(rule.factor(before, training.source.layout.views(fresh), along([std] * len(before))))
         assert training.optimizer.param_groups[0]["lr"] == pytest.approx(training.learning_rate * seen[-1], rel=1e-5)
     assert len(set(seen)) > 8
 
@@ -221,7 +222,7 @@ def test_without_a_signal_a_run_does_not_agree_with_itself(method, params, monke
         )  # fmt: skip
         training = Trainer(nn.Linear(8, 1, bias=False), lambda model, batch: model(batch[0])[:, 0], data, the_plan)
         training.fit()
-        found.append(z_of(training.run.followed))
+        found.append(z_of(training.session.states["rate"]))
     z = torch.tensor(found)  # lots add their own chance to the variance, and nothing to the mean
     assert abs(z.mean()) < 3.5 * max(1.0, float(z.std())) / math.sqrt(len(found)), found
 
@@ -230,11 +231,11 @@ def through(matrix, way):
     return float((matrix @ way.flatten()).norm())
 
 
-def blocks(run):
+def blocks(session):
     """What noise went through on its way back, written out for each parameter."""
-    for parameter in run.engine.layout.parameters:
+    for parameter in session.source.layout.parameters:
         eye = torch.eye(parameter.numel(), dtype=torch.float64).reshape(-1, *parameter.shape)
-        factor = run.noise_factor(parameter)
+        factor = session.noise_factor(parameter)
         yield (factor(eye, 1) if isinstance(factor, Kronecker) else factor * eye).flatten(1)
 
 
@@ -254,10 +255,10 @@ class TestWrongRule:
     """One that is given clean gradients in place of releases."""
 
     def test_it_is_caught(self, monkeypatch, hears_all):
-        def clean(run, rule, fresh):
-            model, rows = network(), [c.nan_to_num() for c in run._fetcher._columns]
-            model.load_state_dict(run.engine.model.state_dict())
-            testing.losses(model, (rows[0], rows[1].long())).sum().backward()
+        def clean(session, rule, fresh):
+            model = network()
+            model.load_state_dict(session.source.engine.model.state_dict())
+            testing.losses(model, private_columns(session.source)).sum().backward()
             parameters = list(model.parameters())
             return rule.factor(parameters, [p.grad for p in parameters], along([0.1] * len(parameters)))
 

@@ -12,6 +12,7 @@ from fodp import ConfigurationError, testing
 from fodp.methods import METHODS
 from fodp.methods.parts.rates import RateSchedule, relative_noise
 from methods_for_tests import data, delete_one, flat, network, plan, trainer, trajectory
+from sessions_for_tests import private_columns
 
 AUTO = dict(lr="auto", shape="fan-in", width=4.0)
 # Its controllers are held still: on empty lots they would run to the ends of their ranges.
@@ -183,8 +184,8 @@ def test_a_method_that_says_nothing_of_its_step_is_refused_by_name():
     class Louder(METHODS["dp-sgd"]):
         name = "louder"
 
-        def step(self, run, state):
-            return super().step(run, state) * 7
+        def step(self, step, state):
+            return super().step(step, state) * 7
 
     class Renamed(METHODS["dp-sgd"]):
         name = "renamed"
@@ -299,12 +300,9 @@ class TestWrongRate:
         class RateOfTheData(testing.METHODS["dp-sgd"]):
             name = "rate-of-the-data"
 
-            def tune(self, optimizer, run, state):
-                columns = run._fetcher._columns
+            def tune(self, optimizer, session, state):
                 model = network()
-                testing.losses(
-                    model, tuple(c.nan_to_num() if c.is_floating_point() else c for c in columns)
-                ).sum().backward()
+                testing.losses(model, private_columns(session.source)).sum().backward()
                 size = sum(p.grad.square().sum() for p in model.parameters())
                 optimizer.param_groups[0]["lr"] = 1 / (1 + float(size))
 

@@ -8,13 +8,15 @@ import torch
 import fodp
 from fodp import ConfigurationError, PrivacyError, testing
 from fodp.audit.tape import event_faults, promised
+from fodp.clip import Normalised
 from fodp.clipping.engine import Engine
-from fodp.gradients import Gradients
 from fodp.methods import METHODS
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.parts.updates import AdamBC
 from fodp.queries import Query
+from gradients_for_tests import gradients_of, scaled
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
+from sessions_for_tests import private_columns
 
 OWN = (0.5, 1.0, 2.0, 0.3)  # of the small network's four parameters
 FAN_IN = dict(shape="fan-in", width=2.0)
@@ -34,19 +36,19 @@ class AsBefore(DPSGD):
     def weight(self, shape):
         return min(1.0, math.sqrt(2.0 / max(1, math.prod(shape[1:]))))
 
-    def step(self, run, state):
-        weights = [self.weight(shape) for shape in run.shapes]
-        lot = run.draw()
-        gradients = run.gradients(lot, blocks=weights)
-        clipped_sum = gradients.clipped_sum(run.clip_norm)
-        std = run.adapt_clip(gradients, clipped_sum, std=run.plan.noise_multiplier * run.clip_norm)
-        release = run.release(lot, clipped_sum, std)
-        for part, b in zip(release.split([math.prod(shape) for shape in run.shapes]), weights, strict=True):
+    def step(self, step, state):
+        weights = [self.weight(shape) for shape in step.shapes]
+        lot = step.draw()
+        gradients = scaled(step.gradients(lot), weights)
+        clipped_sum = gradients.clipped_sum(step.clip_norm)
+        std = step.adapt_clip(gradients, clipped_sum, std=step.plan.noise_multiplier * step.clip_norm)
+        release = step.release(clipped_sum, std)
+        for part, b in zip(release.split([math.prod(shape) for shape in step.shapes]), weights, strict=True):
             part.mul_(b)
         return release
 
-    def tune(self, optimizer, run, state):
-        super().tune(optimizer, run, state)
+    def tune(self, optimizer, session, state):
+        super().tune(optimizer, session, state)
         if isinstance(optimizer, AdamBC):
             for group in optimizer.param_groups:
                 group["noise_shares"] = [self.weight(parameter.shape) ** 2 for parameter in group["params"]]
@@ -107,7 +109,7 @@ def test_a_shape_is_what_it_is_by_hand(given):
         loss = losses(model, tuple(column[row : row + 1] for column in batch)).sum()
         gradient = weights * torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         total += gradient * min(1.0, 0.1 / gradient.norm().item())
-    run = trainer(plan("dp-sgd", given, sampling_rate=1.0, clip_norm=0.1)).run
+    run = trainer(plan("dp-sgd", given, sampling_rate=1.0, clip_norm=0.1)).session
     noise = run.streams.normal_(torch.empty(75, dtype=torch.float64), 0.1, 0, "noise")
     assert torch.allclose(run.take_step(), weights * (total + noise), atol=1e-7)
 
@@ -115,12 +117,12 @@ def test_a_shape_is_what_it_is_by_hand(given):
 def test_normalised_gradients_have_the_clip_norm_but_for_the_constant():
     batch = data(4).tensors
     batch[0][3] = math.nan
-    whole = Gradients(Engine(network(), losses), batch, stability=0.5)
-    plain = Gradients(Engine(network(), losses), batch)
+    whole = gradients_of(Engine(network(), losses), batch, rule=Normalised(0.5))
+    plain = gradients_of(Engine(network(), losses), batch)
     for row in range(3):
         one = tuple(column[row : row + 1] for column in batch)
-        gradient = Gradients(Engine(network(), losses), one).clipped_sum(1e9).value
-        found = Gradients(Engine(network(), losses), one, stability=0.5).clipped_sum(0.1)
+        gradient = gradients_of(Engine(network(), losses), one).clipped_sum(1e9).value
+        found = gradients_of(Engine(network(), losses), one, rule=Normalised(0.5)).clipped_sum(0.1)
         assert torch.allclose(found.value, gradient * 0.1 / (gradient.norm() + 0.5), rtol=1e-5)
         assert found.bound == 0.1
     assert whole.clipped_sum(0.1).value.isfinite().all()
@@ -149,7 +151,7 @@ def test_a_loop_of_ones_own_has_the_same_shape():
 
 def test_the_statement_names_a_shape_and_normalised_gradients():
     assert "each parameter's part times a public factor, is clipped to norm 1" in plan("dp-sgd", FAN_IN).statement()
-    assert "its gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
+    assert "each example's gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
 
 
 # --- refusals, and wrong versions ------------------------------------------------------------------------------------
@@ -183,11 +185,11 @@ def test_a_shape_of_another_model_is_refused_before_anything_is_drawn():
 
 def test_what_is_added_to_a_query_must_have_its_shape():
     value = torch.zeros(3)
-    shaped = Query(value, 1.0, shape=((2, 0.5), (1, 2.0)))
-    assert (2 * shaped + shaped).shape == shaped.shape
+    shaped = Query(value, 1.0, blocks=((2, 0.5), (1, 2.0)))
+    assert (2 * shaped + shaped).blocks == shaped.blocks
     with pytest.raises(PrivacyError, match="add to the release instead"):
         shaped + value
-    with pytest.raises(PrivacyError, match="different shapes"):
+    with pytest.raises(PrivacyError, match="different scalings"):
         shaped + Query(value, 1.0)
     assert shaped.map_back_(torch.ones(3)).tolist() == [0.5, 0.5, 2.0]
 
@@ -197,13 +199,13 @@ class ShapeOfTheLot(AsBefore):
 
     name = "shape-of-the-lot"
 
-    def step(self, run, state):
-        lot = run.draw()
-        sizes = [math.prod(shape) for shape in run.shapes]
-        clean = run.gradients(lot).clipped_sum(run.clip_norm).value
+    def step(self, step, state):
+        lot = step.draw()
+        sizes = [math.prod(shape) for shape in step.shapes]
+        clean = step.gradients(lot).clipped_sum(step.clip_norm).value
         weights = [1 / (0.1 + part.norm().item()) for part in clean.split(sizes)]
-        query = run.gradients(lot, blocks=weights).clipped_sum(run.clip_norm)
-        release = run.release(lot, query, run.plan.noise_multiplier * run.clip_norm)
+        query = scaled(step.gradients(lot), weights).clipped_sum(step.clip_norm)
+        release = step.release(query, step.plan.noise_multiplier * step.clip_norm)
         return torch.cat([part * b for part, b in zip(release.split(sizes), weights, strict=True)])
 
 
@@ -212,13 +214,13 @@ class ShapeOfTheInputs(AsBefore):
 
     name = "shape-of-the-inputs"
 
-    def step(self, run, state):
-        lot = run.draw()
-        sizes = [math.prod(shape) for shape in run.shapes]
-        inputs = run._fetcher._columns[0].nan_to_num()
+    def step(self, step, state):
+        lot = step.draw()
+        sizes = [math.prod(shape) for shape in step.shapes]
+        inputs, *_ = private_columns(step._session.source)
         weights = [1 / (1 + inputs.square().mean().item()), 1.0, 1.0, 1.0]
-        query = run.gradients(lot, blocks=weights).clipped_sum(run.clip_norm)
-        release = run.release(lot, query, run.plan.noise_multiplier * run.clip_norm)
+        query = scaled(step.gradients(lot), weights).clipped_sum(step.clip_norm)
+        release = step.release(query, step.plan.noise_multiplier * step.clip_norm)
         return torch.cat([part * b for part, b in zip(release.split(sizes), weights, strict=True)])
 
 

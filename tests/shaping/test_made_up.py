@@ -88,7 +88,7 @@ def test_words_are_those_of_the_largest_table_and_the_first_come_most():
     )  # fmt: skip
     trainer = fodp.Trainer(model, losses, data, plan)
     trainer.fit()
-    factors = dict(zip(trainer.source.engine.layout.names, trainer.run._shape.current, strict=True))
+    factors = dict(zip(trainer.source.engine.layout.names, trainer.session.scaling.current, strict=True))
     words = factors["words.weight"]
     assert isinstance(words, Kronecker)
     assert words.left.is_diagonal
@@ -120,4 +120,4 @@ def test_images_train_with_either_model(model):
     )  # fmt: skip
     trainer = fodp.Trainer(build(model, card), losses, data, plan)
     trainer.fit()
-    assert all(isinstance(factor, Kronecker) for factor in trainer.run._shape.current)
+    assert all(isinstance(factor, Kronecker) for factor in trainer.session.scaling.current)

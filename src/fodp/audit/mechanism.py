@@ -105,7 +105,7 @@ def _attack_run(
     members = np.concatenate([np.ones(OTHERS, dtype=bool), *present.values()])
     canvas = Canvas(TENSORS, WIDTH)
     canvas.show(torch.zeros(len(members), TENSORS, WIDTH))
-    run = painted(make, canvas, torch.from_numpy(np.flatnonzero(members)), plan, seed).session
+    session = painted(make, canvas, torch.from_numpy(np.flatnonzero(members)), plan, seed).session
     groups = plan.algorithm.turns
     drawn = torch.randint(groups, (len(members),), generator=generator) if groups > 1 else torch.zeros(len(members))
     places_in_data, absent_turns = np.cumsum(members) - 1, drawn.numpy()  # who is absent would have had some turn
@@ -114,8 +114,8 @@ def _attack_run(
         painting, places = _paint(LOUD * plan.clip_norm, generator)
         canvas.show(painting)
         with stepping():
-            released = run.take_step().detach().double().numpy().reshape(TENSORS, WIDTH)
-        among = run.lots.whose_turn(step)
+            released = session.take_step().detach().double().numpy().reshape(TENSORS, WIDTH)
+        among = session.lots.whose_turn(step)
         there = np.ones(len(members), dtype=bool) if among is None else np.isin(places_in_data, among.numpy())
         turn = np.split(np.where(members, there, absent_turns == step % groups)[OTHERS:], len(DIRECTIONS))
         whose = dict(zip(DIRECTIONS, turn, strict=True))

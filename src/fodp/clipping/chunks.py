@@ -38,7 +38,12 @@ class Chunks:
     microbatch: int | None = None
     factors: Sequence[Factor] | None = None
     exact: bool = False
-    _kept: list["UsesChunk"] = field(default_factory=list, repr=False)
+    _kept: list["UsesChunk"] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _checks.whole("copies", self.copies)
+        if self.microbatch is not None:
+            _checks.whole("microbatch", self.microbatch)
 
     def __iter__(self) -> Iterator["UsesChunk"]:
         """Norms and sums are in full precision while this is gone through."""

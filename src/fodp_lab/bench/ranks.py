@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fodp.run import Run
 from torch import Tensor, nn
 
-from fodp import Plan
+from fodp import Plan, Trainer
 from fodp._checks import PrivacyError
 from fodp_lab.bench.workloads import WORKLOADS
 
@@ -85,22 +84,23 @@ def _work(rank: int, ranks: int, folder: str, name: str, lot: int, steps: int) -
         delta=1e-5, seed=0, params=dict(window=WINDOW),
     )  # fmt: skip
     torch.manual_seed(0)
-    run = Run(WORKLOADS[name].model(), _losses, data, plan)
+    session = Trainer(WORKLOADS[name].model(), _losses, data, plan).session
     for _ in range(_SETTLE):
-        run.take_step()
+        session.take_step()
     sent.clear()
     times = []
     for _ in range(steps):
         before = time.perf_counter(), time.process_time()
-        run.take_step()
+        session.take_step()
         times.append((time.perf_counter() - before[0], time.process_time() - before[1]))
     wall, processor = (1e3 * statistics.median(which) for which in zip(*times, strict=True))
+    window = session.states["method"].state_dict()
     found = {
         "wall_ms": round(wall, 2),
         "processor_ms": round(processor, 2),
         "bytes": {name: round(total / steps) for name, total in sorted(sent.items())},
-        "parameters": run.engine.layout.size,
-        "window_bytes": sum(tensor.numel() * tensor.element_size() for tensor in _tensors(run.state.state_dict())),
+        "parameters": session.source.layout.size,
+        "window_bytes": sum(tensor.numel() * tensor.element_size() for tensor in _tensors(window)),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     if ranks > 1:

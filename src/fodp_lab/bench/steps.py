@@ -7,8 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
+from fodp.gradients import Points
 from fodp.plan import Plan
+from fodp.queries import Factor
+from fodp.sampling import Lot
 from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
 from fodp_lab.bench.workloads import Workload
@@ -49,9 +53,12 @@ def private(
 def unkeyed(workload: Workload) -> tuple[Step, int]:
     """DP-SGD whose dropout masks are PyTorch's, row after row: what drawing by record costs; not private."""
     trainer = _trainer(workload, "dp-sgd", 0, {})
-    run = trainer.run
-    run._batch = lambda lot: run._fetcher.fetch(lot.indices)  # type: ignore[method-assign]
-    run._looks_again = lambda: False  # type: ignore[method-assign]
+    source = trainer.source
+
+    def row_after_row(lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Chunks:
+        return Chunks(source.engine, source.fetcher.fetch(lot.indices), at, factors=factors, exact=exact)
+
+    source.chunks = row_after_row  # type: ignore[method-assign]
     return trainer.take_step, size_of(trainer.model)
 
 
@@ -77,7 +84,7 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
         seed=seed,
     )
     data = TensorDataset(*(column.to(device) for column in workload.data()))
-    held_out = data[: workload.batch]
+    held_out = tuple(column.to(device) for column in workload.public())
 
     def score() -> float:
         """For methods that ask for public data."""

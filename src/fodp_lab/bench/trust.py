@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from fodp.data.models import cross_entropy
 from fodp.ledger import Ledger
-from fodp.noise import Streams
 from fodp.plan import Plan
+from fodp.release import FreshNoise
 from fodp.state.ledgers import open_account
 from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
@@ -21,24 +21,16 @@ MLP = WORKLOADS["mlp"]
 
 
 class TorchNoise:
-    """What most libraries do: `normal_` on the output (`draws` times), with masks from the secure stream as before."""
+    """What most libraries do: `normal_` on the output (`draws` times)."""
 
     def __init__(self, draws: int = 1) -> None:
-        self._masks, self._draws = Streams.secure(), draws
+        self._draws = draws
 
     def normal_(self, out: Tensor, std: float, step: int, name: str) -> Tensor:
         """Fill `out` with N(0, std²)."""
         for _ in range(self._draws):
             out.normal_(0.0, std)
         return out
-
-    def words(self, count: int, step: int, name: str) -> Any:
-        """Of the masks."""
-        return self._masks.words(count, step, name)
-
-    def record_key(self, step: int, name: str) -> bytes:
-        """Of what records draw, from the secure stream too."""
-        return self._masks.record_key(step, name)
 
 
 def trainer_with(
@@ -50,15 +42,15 @@ def trainer_with(
     ledger: Ledger | None = None,
     **plan: Any,
 ) -> Trainer:
-    """A trainer of the paper's MLP whose noise comes from `noise`, by default from the secure stream."""
+    """A trainer of the paper's MLP with this noise, by default the secure stream's; lots are from there anyway."""
     public = dict(
         sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
     )
     trainer = Trainer(MLP.model(), cross_entropy, data, Plan(**public, delta=1e-5, method=method, **plan))  # type: ignore[arg-type]
     if ledger is not None:
-        trainer._account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
+        trainer.course.account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
     if noise is not None:
-        trainer.session.streams = trainer.run._sampler._streams = noise  # type: ignore[assignment]
+        trainer.session.noise = FreshNoise(noise)
     return trainer
 
 
@@ -82,7 +74,7 @@ def share_of_writing(trainer: Trainer, seconds: float) -> float:
     Measured within one run, so that what slows the machine down slows both. The first blocks are of one step or
     two, because nothing is known yet of how long steps take, and are left out.
     """
-    account = trainer._account
+    account = trainer.course.account
     assert account is not None
     covers, writing = account.covers, 0.0
 

@@ -24,6 +24,11 @@ class Workload:
         torch.manual_seed(0)
         return self.inputs(self.examples), torch.randint(CLASSES, (self.examples,))
 
+    def public(self) -> tuple[Tensor, Tensor]:
+        """As many other rows as a lot has."""
+        torch.manual_seed(1)
+        return self.inputs(self.batch), torch.randint(CLASSES, (self.batch,))
+
 
 def mlp(width: int = 64) -> nn.Module:
     """The paper's MLP; another first width scales its number of parameters."""
