@@ -78,7 +78,7 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
     )
     data = TensorDataset(*(column.to(device) for column in workload.data()))
     public = workload.inputs(workload.batch), torch.randint(CLASSES, (workload.batch,))  # rows of their own
-    held_out = tuple(column.to(device) for column in public)
+    held_out = public[0].to(device), public[1].to(device)
 
     def score() -> float:
         """For methods that ask for public data."""
