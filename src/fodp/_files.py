@@ -136,7 +136,7 @@ class Hold:
             if not _locked(handle):
                 os.close(handle)
                 return False
-            if _is_still(handle, self.path):
+            if is_still(handle, self.path):
                 os.truncate(handle, 0)
                 os.write(handle, about.encode())
                 self._handle = handle
@@ -174,7 +174,8 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _is_still(handle: int, path: Path) -> bool:
+def is_still(handle: int, path: Path) -> bool:
+    """Does the name still belong to the open file?"""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

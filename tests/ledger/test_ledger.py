@@ -26,9 +26,9 @@ from fodp.accounting.renyi import ORDERS
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
+from fodp.ledger.database import Database
 from fodp.ledger.fingerprint import fingerprint, secret_file
 from fodp.ledger.rows import DataState, RunState, states_after
-from fodp.ledger.sqlite import SQLiteRows
 from fodp.training.callbacks import Callback
 
 STEP = Event(1.0, 35.0)
@@ -386,8 +386,8 @@ class TestSize:
     def test_no_more_rows_are_read_for_a_grant_when_there_are_more_runs(self, tmp_path, monkeypatch):
         """Rows are counted, not seconds: opening reads the newest hundred, a run and a reservation a few."""
         read = []
-        original = SQLiteRows.row
-        monkeypatch.setattr(SQLiteRows, "row", lambda rows, number: read.append(number) or original(rows, number))
+        original = Database.row
+        monkeypatch.setattr(Database, "row", lambda rows, number: read.append(number) or original(rows, number))
 
         def reads():
             book = named(tmp_path, budget=(9.0, 1e-5))

@@ -180,7 +180,7 @@ class TestKilled:
         book = Ledger(folder / "l.sqlite")
         (run,) = book.store.select("run")
         assert book.steps(run.run) == 8
-        assert max(replays.known(book.store, run.run, 0)) < 5
+        assert max(replays.known(book.store, run.run)) < 5
         return run.run
 
     def test_it_goes_on_bit_for_bit(self, tmp_path):
@@ -198,7 +198,7 @@ class TestKilled:
         book = Ledger(tmp_path / "l.sqlite")
         with pytest.raises(fodp.PrivacyError, match="something else"):
             resumed(tmp_path, other_losses).fit()
-        assert set(replays.known(book.store, run, 0)) == set(range(6))  # the file's are in the ledger now
+        assert set(replays.known(book.store, run)) == set(range(6))  # the file's are in the ledger now
 
     @pytest.mark.parametrize("gone", [True, False], ids=["the file is gone", "the system was started anew"])
     def test_steps_of_which_nobody_knows_are_lost(self, tmp_path, monkeypatch, gone):
@@ -249,5 +249,5 @@ def test_of_two_that_resume_at_once_one_goes_on(tmp_path, monkeypatch):
     with pytest.raises(fodp.PrivacyError, match="resumed by another process"):
         one.fit()
     assert taken_over.other.fit().lost_steps == 0
-    hashes = replays.known(one.ledger.store, one.run_id, 0)
+    hashes = replays.known(one.ledger.store, one.run_id)
     assert set(hashes) == set(range(STEPS))

@@ -1,6 +1,7 @@
-"""The ledger: runs and budgets of data sets, and the hold that one running training has on it."""
+"""The ledger: runs and budgets of data sets, and what may still be spent on them."""
 
 import getpass
+import itertools
 import json
 import math
 import socket
@@ -26,17 +27,20 @@ from fodp.ledger.replays import Left, left_behind, to_data
 from fodp.ledger.rows import UNNAMED, DataState, Entry
 from fodp.ledger.store import Store
 
+DATASETS = 20  # that are looked at unless all are asked for
 
-class Opening(NamedTuple):
-    """What a training says when it begins a run or takes one up."""
 
+class Spending(NamedTuple):
+    """What a run or a selection wants to spend: on which data, about whom, and how its cost follows from a budget."""
+
+    dataset: str
     run: str
-    phases: Sequence[Phase]
     steps: int
-    about: Mapping[str, Any]
-    fingerprint: str | None
+    costs: Callable[[RenyiBudget], Floats]  # after each step
+    unit: str
     seed: str | None
-    replays: bool
+    fingerprint: str | None
+    begins: bool = True  # not one that is taken up again
 
 
 class Ledger:
@@ -97,6 +101,12 @@ class Ledger:
         """The random name that a ledger got when it was made: a copy has it too, a new file under its path does not."""
         return self.store.header.identity
 
+    def close(self) -> None:
+        """Close the file."""
+        self.store.close()
+
+    # --- what it says ---------------------------------------------------------------------------------------------
+
     def has_charged(self, run: str, phases: Sequence[Phase]) -> bool:
         """Is this run in here, in the data set of this ledger, with all of these phases counted as used?"""
         first = self._begun(run)
@@ -106,10 +116,6 @@ class Ledger:
             and first.data["phases"] == phases_to_data(phases)
             and self.steps(run) == sum(phase.steps for phase in phases)
         )
-
-    def close(self) -> None:
-        """Close the file."""
-        self.store.close()
 
     def steps(self, run: str) -> int | None:
         """How many steps of the run count as used; None if the ledger does not know the run."""
@@ -135,35 +141,28 @@ class Ledger:
             budget, state = self.budget(dataset), self.store.of_data(dataset)
         if budget is not None:
             return max(0.0, 1 - state.taken / budget.capacity)
-        if dataset == self.dataset:
-            return math.inf if self._wanted is None or state.runs else 1.0  # its first run fixes the budget
+        if dataset != self.dataset:
+            self.known(dataset)
+        wanted = dataset == self.dataset and self._wanted is not None
+        return 1.0 if wanted and not state.runs else math.inf  # its first run fixes the budget
+
+    def known(self, dataset: str) -> DataState:
+        """What the rows of a data set come to; LedgerError where there are none."""
+        state = self.store.of_data(dataset)
         if state == DataState():
-            from fodp.ledger.pages import known_names  # which takes ledgers
+            raise LedgerError(
+                f"{self.path} knows no data set {dataset!r}; it knows {self.names() or 'none'}: mend the name"
+            )
+        return state
 
-            known = known_names(self)
-            raise LedgerError(f"{self.path} knows no data set {dataset!r}; it knows {known or 'none'}: mend the name")
-        return math.inf
-
-    def tell_waiting(self, tell: Callable[[str], object]) -> None:
-        """Have it said when a run begins to wait for room, and for whom."""
-        self._queue.tell = tell
+    def names(self) -> str:
+        """The names of data that the ledger knows, for a message; not all, if they are many."""
+        names = [name for name, _ in itertools.islice(self.store.datasets(), DATASETS + 1)]
+        return ", ".join(sorted(names[:DATASETS])) + (", …" if len(names) > DATASETS else "")
 
     def holds(self, dataset: str) -> list[Hold]:
         """Who keeps a part of the data set's budget for steps to come, newest first."""
         return holds(self.store, dataset)
-
-    def release(self, run: str) -> Hold:
-        """Give back what a run holds for steps to come; what it used stays charged.
-
-        Meant for runs that died. One that is still alive goes on while there is room, as if it had been resumed late.
-        """
-        with self.store.writing():
-            state = self.store.of_run(run)
-            if not state.holds:
-                raise LedgerError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
-            hold = Hold.of(self.store, state)
-            self.store.append("release", hold.dataset, run, data=_who())
-        return hold
 
     def has_budgets(self) -> bool:
         """Has any data set in here a budget, or is about to get one?"""
@@ -174,6 +173,29 @@ class Ledger:
         if self.store.marked(f"unit of {dataset}", limit=1):
             return "person"
         return "record" if self.store.of_data(dataset).runs else None
+
+    def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
+        """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""
+        with self.store.reading():
+            number = int(position[0])
+            known = 1 <= number <= self.store.count() and self.store.entry(number).chain == position[1]
+            seen = any(entry.run == run for entry in self.store.marked(f"digest {digest}"))
+        if not known:
+            raise LedgerError(
+                f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
+                "only that knows what was spent: a run goes on only with its ledger"
+            )
+        if not seen:
+            raise LedgerError(
+                "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
+                "restore a copy of it"
+            )
+
+    # --- what changes it ------------------------------------------------------------------------------------------
+
+    def tell_waiting(self, tell: Callable[[str], object]) -> None:
+        """Have it said when a run begins to wait for room, and for whom."""
+        self._queue.tell = tell
 
     def refuse_unfit(
         self, phases: Sequence[Phase], steps: int, *, seed: str | None = None, unit: str = "record"
@@ -188,7 +210,7 @@ class Ledger:
             self._refuse_used_seed(seed, budget is not None)
             if budget is not None:
                 dataset, costs = self.dataset, budget.costs(phases)
-                self._queue.until_fit(lambda: self._refuse_unfit(dataset, budget, costs, steps))
+                self._queue.until_fit(lambda: self._refuse_no_room(dataset, budget, costs, steps))
 
     def open(
         self,
@@ -208,57 +230,49 @@ class Ledger:
         still alive, gets no more steps. `replays` says that the run is seeded: its releases are witnessed, so that a
         step which is repeated is the same release.
         """
-        mine = Opening(run, phases, steps, about or {}, fingerprint, seed, replays)
-        known = self._begun(run)
+        known, about = self._begun(run), dict(about or {})
         if known is not None:
             self._refuse_other_run(known, phases)
         dataset = self._name(run) if known is None else known.dataset
-        budget = self._agreed_budget(dataset, phases)
-        return self._queue.until_fit(lambda: self._opened(mine, known, dataset, budget))
+        agreed = self._agreed_budget(dataset, phases)
+        unit = str(about.get("unit", "record"))
+        wish = Spending(dataset, run, steps, lambda b: b.costs(phases), unit, seed, fingerprint, known is None)
 
-    def _opened(self, mine: Opening, known: Entry | None, dataset: str, budget: RenyiBudget | None) -> Account:
-        """The account of a run, or a refusal: all in one transaction."""
-        costs = None if budget is None else budget.costs(mine.phases)
-        left: Left | None = None
-        with self.store.writing():
-            stored = self.budget(dataset)
-            if stored != budget and stored is not None:  # another process was quicker
-                self._refuse_other_budget(dataset, stored)
-                budget, costs = stored, stored.costs(mine.phases)
-            if known is None:
-                self._refuse_used_seed(mine.seed, budget is not None)
-                self._agree_on_unit(dataset, str(mine.about.get("unit", "record")))
-            if budget is not None and costs is not None:
+        def attempt() -> tuple[Account, Left | None]:
+            left: Left | None = None
+            with self.store.writing():
+                budget, costs, changed = self._admitted(wish, agreed)
+                data = {**_who(), "about": about, "hold": self._hold(wish, budget, costs)}
                 if known is None:
-                    self._refuse_unfit(dataset, budget, costs, mine.steps)
-                if stored is None:
-                    self._refuse_late_budget(dataset)  # again: another process may have begun a run meanwhile
-                    self._append_budget(dataset, budget)
-            changed = self._check_fingerprint(dataset, mine.run, mine.fingerprint)
-            data = {**_who(), "about": dict(mine.about), "hold": self._hold(mine, dataset, budget, costs)}
-            if known is None:
-                data |= {"phases": phases_to_data(mine.phases), "seed": mine.seed, "planned": mine.steps}
-                rdp = None if costs is None else 0.0
-                data |= {"unused_from": 0} if mine.replays else {}
-                opened = self.store.append("run", dataset, mine.run, steps=0, rdp=rdp, data=data)
-            else:
-                left = left_behind(self.store, mine.run) if mine.replays else None
-                data |= {} if left is None else {"unused_from": left.unused_from, **to_data(left.digests)}
-                opened = self.store.append("resume", dataset, mine.run, data=data)
-            # Its file is there before the row is: without it nobody could tell after a kill what was used.
-            charged, unused_from = opened.of_run.steps or 0, data.get("unused_from")
-            account = Account(self.store, opened, costs, budget, mine.steps, charged, changed, unused_from)
+                    data |= {"phases": phases_to_data(phases), "seed": seed, "planned": steps}
+                    data |= {"unused_from": 0} if replays else {}
+                    rdp = None if costs is None else 0.0
+                    opened = self.store.append("run", dataset, run, steps=0, rdp=rdp, data=data)
+                else:
+                    left = left_behind(self.store, run) if replays else None
+                    data |= {} if left is None else {"unused_from": left.unused_from, **to_data(left.digests)}
+                    opened = self.store.append("resume", dataset, run, data=data)
+                # Its tail is there before the row is: without it nobody could tell after a kill what was used.
+                return Account(self.store, opened, costs, budget, steps, changed), left
+
+        account, left = self._queue.until_fit(attempt)
         for file in () if left is None else left.files:
             with suppress(OSError):
                 file.unlink()
         return account
 
-    def _hold(self, mine: Opening, dataset: str, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
-        """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""
-        if budget is None or costs is None:
-            return None
-        left = budget.capacity - self.store.others_taken(dataset, mine.run)
-        return max(0.0, min(float(costs[mine.steps]), left))
+    def release(self, run: str) -> Hold:
+        """Give back what a run holds for steps to come; what it used stays charged.
+
+        Meant for runs that died. One that is still alive goes on while there is room, as if it had been resumed late.
+        """
+        with self.store.writing():
+            state = self.store.of_run(run)
+            if not state.holds:
+                raise LedgerError(f"{self.path} knows no run {run!r} that holds anything: see `fodp ledger show`")
+            hold = Hold.of(self.store, state)
+            self.store.append("release", hold.dataset, run, data=_who())
+        return hold
 
     def charge_selection(
         self,
@@ -278,52 +292,23 @@ class Ledger:
         """
         if self.dataset is None:
             raise ConfigurationError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
-        run, budget = name or f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
+        run, agreed = name or f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
         curve = repetitions.rdp(phases)
         data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
+
+        def costs(budget: RenyiBudget) -> Floats:
+            return np.array([0.0, curve[ORDERS.index(budget.order)]])
+
         with self.store.writing():
-            known = self.store.of_run(run).first
-            if known:
-                self._refuse_other_selection(self.store.entry(known), data)
+            first = self.store.of_run(run).first
+            if first:
+                self._refuse_other_selection(self.store.entry(first), data)
                 self._check_fingerprint(self.dataset, "", fingerprint)
                 return run
-            self._agree_on_unit(self.dataset, unit)
-            stored = self.budget(self.dataset)
-            self._refuse_other_budget(self.dataset, stored)
-            budget = stored or budget
-            rdp = None if budget is None else float(curve[ORDERS.index(budget.order)])
-            if budget is not None and rdp is not None:
-                self._refuse_unfit(self.dataset, budget, np.array([0.0, rdp]), 1)
-                if stored is None:
-                    self._refuse_late_budget(self.dataset)
-                    self._append_budget(self.dataset, budget)
-            self._check_fingerprint(self.dataset, "", fingerprint)
-            steps = sum(phase.steps for phase in phases)
+            _, price, _ = self._admitted(Spending(self.dataset, "", 1, costs, unit, None, fingerprint), agreed)
+            steps, rdp = sum(phase.steps for phase in phases), None if price is None else float(price[1])
             self.store.append("selection", self.dataset, run, steps=steps, rdp=rdp, data=data)
         return run
-
-    def _refuse_other_selection(self, known: Entry, data: Mapping[str, Any]) -> None:
-        """A name stands for one price."""
-        same = all(json.dumps(known.data.get(word)) == json.dumps(data[word]) for word in ("phases", "mean", "shape"))
-        if known.kind != "selection" or known.dataset != self.dataset or not same:
-            raise LedgerError(f"{self.path} knows {known.run!r} as something else: a selection is charged as it began")
-
-    def refuse_stranger(self, run: str, digest: str, position: tuple[int, str]) -> None:
-        """Raise unless this ledger saw the checkpoint being written and has not forgotten anything since before."""
-        with self.store.reading():
-            number = int(position[0])
-            known = 1 <= number <= self.store.count() and self.store.entry(number).chain == position[1]
-            seen = any(entry.run == run for entry in self.store.marked(f"digest {digest}"))
-        if not known:
-            raise LedgerError(
-                f"the checkpoint was written with another ledger than {self.path}, or with a later state of it, and "
-                "only that knows what was spent: a run goes on only with its ledger"
-            )
-        if not seen:
-            raise LedgerError(
-                "the checkpoint is not one that this run wrote (its ledger does not know it), so it was tampered with: "
-                "restore a copy of it"
-            )
 
     def accept_rollback(self) -> Entry:
         """Go on with a ledger that is older than what was known, on purpose: every privacy card says so from now on."""
@@ -333,6 +318,39 @@ class Ledger:
         data = {**_who(), "known": mark.entry, "found": self.store.count()}
         with self.store.writing():
             return self.store.append("rollback", "", data=data)
+
+    # --- how it decides -------------------------------------------------------------------------------------------
+
+    def _admitted(self, wish: Spending, agreed: RenyiBudget | None) -> tuple[RenyiBudget | None, Floats | None, bool]:
+        """The budget, the costs, and whether the data has changed; or a refusal. Within `writing()`.
+
+        Everything is looked at again: another process may have been quicker since `agreed` was.
+        """
+        dataset, stored = wish.dataset, self.budget(wish.dataset)
+        if stored is not None:
+            self._refuse_other_budget(dataset, stored)
+        budget = stored or agreed
+        costs = None if budget is None else wish.costs(budget)
+        if wish.begins:
+            self._refuse_used_seed(wish.seed, budget is not None)
+            self._refuse_other_unit(dataset, wish.unit)
+            if wish.unit == "person" and not self.store.marked(f"unit of {dataset}", limit=1):
+                self.store.append("unit", dataset, data={"unit": wish.unit})
+        if budget is not None and costs is not None:
+            if wish.begins:
+                self._refuse_no_room(dataset, budget, costs, wish.steps)
+            if stored is None:
+                self._refuse_late_budget(dataset)
+                data = {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order}
+                self.store.append("budget", dataset, data=data)
+        return budget, costs, self._check_fingerprint(dataset, wish.run, wish.fingerprint)
+
+    def _hold(self, wish: Spending, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
+        """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""
+        if budget is None or costs is None:
+            return None
+        left = budget.capacity - self.store.others_taken(wish.dataset, wish.run)
+        return max(0.0, min(float(costs[wish.steps]), left))
 
     def _begun(self, run: str) -> Entry | None:
         """The row that began a run, if it was begun here."""
@@ -353,6 +371,12 @@ class Ledger:
         self._refuse_late_budget(dataset)
         return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
 
+    def _refuse_other_selection(self, known: Entry, data: Mapping[str, Any]) -> None:
+        """A name stands for one price."""
+        same = all(json.dumps(known.data.get(word)) == json.dumps(data[word]) for word in ("phases", "mean", "shape"))
+        if known.kind != "selection" or known.dataset != self.dataset or not same:
+            raise LedgerError(f"{self.path} knows {known.run!r} as something else: a selection is charged as it began")
+
     def _refuse_other_budget(self, dataset: str, stored: RenyiBudget | None) -> None:
         if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
             return
@@ -369,7 +393,7 @@ class Ledger:
                 "first one: go on without a budget, or begin another ledger and say what it does not cover"
             )
 
-    def _refuse_unfit(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
+    def _refuse_no_room(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
         state = self.store.of_data(dataset)
         left = budget.capacity - state.taken
         if costs[steps] <= left:
@@ -394,27 +418,15 @@ class Ledger:
                 "the data (dataset=, --dataset-name; --allow-other-name says that it has two), with a budget of its own"
             )
 
-    def _agree_on_unit(self, dataset: str, unit: str) -> None:
-        """Refuse another unit, or write down that this data set's is a person, before anything else is."""
-        self._refuse_other_unit(dataset, unit)
-        if unit == "person" and not self.store.marked(f"unit of {dataset}", limit=1):
-            self.store.append("unit", dataset, data={"unit": unit})
-
     def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:
         """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
-        if seed is None:
-            return
-        for entry in self.store.marked(f"seed {seed}"):
+        for entry in [] if seed is None else self.store.marked(f"seed {seed}"):
             if guarded or self.budget(entry.dataset) is not None:
                 raise LedgerError(
                     f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
                     "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
                     "to go on with that run, resume it"
                 )
-
-    def _append_budget(self, dataset: str, budget: RenyiBudget) -> None:
-        data = {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order}
-        self.store.append("budget", dataset, data=data)
 
     def _refuse_other_run(self, known: Entry, phases: Sequence[Phase]) -> None:
         if self.dataset is not None and self.dataset != known.dataset:

@@ -1,13 +1,13 @@
-"""What the steps of seeded runs released, as keyed hashes: a replay is granted where it is the same release.
+"""What the steps of seeded runs released, as keyed hashes: a repeated step is granted only if it is the same release.
 
 A seeded run that is resumed repeats its noise. On the same sums that is the same release, which costs nothing more; on
 other sums (another loss, another optimizer) the two releases differ by sums without noise. So the ledger keeps a hash
 of eight bytes for each step, keyed with the ledger's own key, and a repeated step is compared before anything uses it.
 
 Hashes are written into the ledger with the next row of the run. Until then they are in a small file beside the ledger,
-written before the release is used but not synced: it is whole after a kill, perhaps not after a crash of the system.
-Charged steps that a whole file does not have were never used, and are taken for the first time. Of others nobody knows
-what they released: they are not granted again, and are lost as those of a secure run are.
+the tail, written before the release is used but not synced: it is whole after a kill, perhaps not after a crash of the
+system. Charged steps that a whole tail does not have were never used, and are taken for the first time. Of other
+charged steps nobody knows what they released: they are not granted again, and are lost as those of a secure run are.
 """
 
 import base64
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fodp._checks import LedgerError
-from fodp.ledger.mark import MarkFile
+from fodp._files import is_still
 from fodp.ledger.store import Store
 
 _SIZE = 8  # bytes of a hash, and of a step's number
@@ -33,6 +33,7 @@ CAUSES = (
     "another loss, model, augmentation, number of copies, owners, optimizer, rate, collate_fn or data; or, in the last "
     "bits alone, another engine, microbatch, number of threads or processes, machine or device"
 )
+TAKEN_OVER = "this run was resumed by another process, which goes on with it: this one stops here"
 
 
 def digest(store: Store, run: str, step: int, tags: bytes) -> bytes:
@@ -41,7 +42,7 @@ def digest(store: Store, run: str, step: int, tags: bytes) -> bytes:
 
 
 def to_data(digests: Mapping[int, bytes]) -> dict[str, Any]:
-    """As a row has them: [first step, hashes in a row] for each stretch of steps without a gap."""
+    """As a row has them: [first step, hashes] for each stretch of steps without a gap."""
     stretches: list[tuple[int, bytearray]] = []
     for step in sorted(digests):
         if not stretches or step != stretches[-1][0] + len(stretches[-1][1]) // _SIZE:
@@ -50,15 +51,13 @@ def to_data(digests: Mapping[int, bytes]) -> dict[str, Any]:
     return {"released": [[first, base64.b64encode(hashes).decode()] for first, hashes in stretches]}
 
 
-def known(store: Store, run: str, first: int) -> Digests:
-    """What the ledger knows of a run's steps from this one on. Of a step that has two hashes the older one holds."""
+def known(store: Store, run: str) -> Digests:
+    """What the ledger knows of a run's steps. Of a step that has two hashes the older one holds."""
     found: Digests = {}
     for entry in store.rows_of_run(run):  # the newest first
         for start, text in entry.data.get("released", ()):
             hashes = base64.b64decode(text)
-            for place in range(0, len(hashes), _SIZE):
-                if start + place // _SIZE >= first:
-                    found[start + place // _SIZE] = hashes[place : place + _SIZE]
+            found |= {start + place // _SIZE: hashes[place : place + _SIZE] for place in range(0, len(hashes), _SIZE)}
     return found
 
 
@@ -68,11 +67,11 @@ class Tail:
     def __init__(self, store: Store, run: str, opened: int):
         self._store, self._run = store, run
         self._path = _path(store, run, f"{opened}{_LIVING}")
-        self._handle: int | None = None
+        self._handle = -1
 
     def open(self) -> None:
         """Make the file, before the first step is taken: without it nobody could tell that no step was."""
-        if self._handle is None:
+        if self._handle < 0:
             with self._plainly():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -81,31 +80,29 @@ class Tail:
     def add(self, step: int, hashed: bytes) -> None:
         """Write down one more, before the release is used. Refused once another process goes on with the run."""
         self.open()
-        assert self._handle is not None
         with self._plainly():
             self._write(_record(self._store, self._run, step, hashed))
             # In this order: whoever takes the run over renames the file first, and reads it then.
-            mine = _is_still(self._handle, self._path)
+            mine = is_still(self._handle, self._path)
         if not mine:
-            raise LedgerError("this run was resumed by another process, which goes on with it: this one stops here")
+            raise LedgerError(TAKEN_OVER)
 
     def clear(self) -> None:
-        """They are in a row now."""
-        if self._handle is not None:
+        """The hashes are in a row now."""
+        if self._handle >= 0:
             with self._plainly():
                 os.ftruncate(self._handle, _RECORD)
 
     def remove(self) -> None:
         """The process has stopped in good order."""
-        if self._handle is not None:
+        if self._handle >= 0:
             with suppress(OSError):
-                if _is_still(self._handle, self._path):
+                if is_still(self._handle, self._path):
                     self._path.unlink()
             os.close(self._handle)
-            self._handle = None
+            self._handle = -1
 
     def _write(self, record: bytes) -> None:
-        assert self._handle is not None
         if os.write(self._handle, record) != len(record):
             raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -160,7 +157,7 @@ def _taken_over(store: Store, run: str, opened: int) -> tuple[Digests, bool, lis
 
 
 def _records(store: Store, run: str, content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Whole records of this run and ledger; half a one at the end, or a damaged one, is nobody's."""
+    """Whole records of this run and ledger; half a record at the end, or a damaged one, is skipped."""
     for start in range(0, len(content) - _RECORD + 1, _RECORD):
         step, hashed = int.from_bytes(content[start : start + _SIZE], "little"), content[start + _SIZE :][:_SIZE]
         if content[start : start + _RECORD] == _record(store, run, step, hashed):
@@ -179,18 +176,10 @@ def _boot(store: Store) -> bytes | None:
     return None
 
 
-def _is_still(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _path(store: Store, run: str, end: str) -> Path:
-    """Beside the ledger's mark: where the ledger is, or among the user's own for one on a server."""
-    mark = MarkFile(store.path).path
+    """Beside the ledger's mark: where the ledger is, or among the user's own files for a ledger on a server."""
     name = _keyed(store, b"file", run, b"").hex()
-    return mark.with_name(f"{mark.name.removesuffix('.mark')}.{name}.{end}")
+    return store.mark.with_name(f"{store.mark.name.removesuffix('.mark')}.{name}.{end}")
 
 
 def _keyed(store: Store, kind: bytes, run: str, content: bytes) -> bytes:
