@@ -111,6 +111,11 @@ def _allocate(handle: int, size: int) -> None:
         os.write(handle, zeros[:missing])
 
 
+def is_address(path: object) -> bool:
+    """Is this a server's address, and not a file?"""
+    return str(path).startswith(("postgresql://", "postgres://"))
+
+
 def refuse_unwritable(path: Path) -> None:
     """Raise unless a file of this name can be written, with the folders that are still to be made."""
     folder = next((parent for parent in path.parents if parent.exists()), path.parent)

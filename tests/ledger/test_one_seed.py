@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
@@ -14,6 +13,7 @@ from fodp.ledger.fingerprint import secret_file
 from fodp.training.callbacks import Checkpoint
 from fodp.training.loop import make_private
 from fodp.training.trainer import Trainer
+from ledgers_for_tests import losses
 
 BUDGET = (3.0, 1e-5)
 
@@ -29,10 +29,6 @@ def plan(**changes):
 def data(number=0):
     inputs = torch.randn(80, 6, generator=torch.Generator().manual_seed(number))
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
-
-
-def losses(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def ledger(tmp_path, name="people", budget=BUDGET):
@@ -79,21 +75,20 @@ class TestRefused:
         assert len(summary(ledger(tmp_path))[0]["runs"]) == 1  # nothing was begun
         second(ledger(tmp_path), plan(seed=8))
 
-    def test_also_under_another_plan(self, tmp_path):
-        train(ledger(tmp_path), plan())
-        with pytest.raises(fodp.PrivacyError, match="used this seed"):
-            train(ledger(tmp_path), plan(steps=3, noise_multiplier=9.0, method="fo-dp-sgd"))
-
-    @pytest.mark.parametrize(("one", "other"), [(BUDGET, BUDGET), (BUDGET, None), (None, BUDGET)])
-    def test_also_on_other_data_if_either_has_a_budget(self, tmp_path, one, other):
+    @pytest.mark.parametrize(
+        ("one", "name", "other", "changes"),
+        [
+            (BUDGET, "others", BUDGET, {}),
+            (BUDGET, "others", None, {}),
+            (None, "others", BUDGET, {}),
+            (BUDGET, None, None, {}),
+            (BUDGET, "people", BUDGET, dict(steps=3, noise_multiplier=9.0, method="fo-dp-sgd")),
+        ],
+    )
+    def test_also_on_other_data_or_under_another_plan_if_either_has_a_budget(self, tmp_path, one, name, other, changes):
         train(ledger(tmp_path, "people", one), plan())
         with pytest.raises(fodp.PrivacyError, match=r"'people'.* used this seed"):
-            train(ledger(tmp_path, "others", other), plan(), rows=1)
-
-    def test_also_for_unnamed_data(self, tmp_path):
-        train(ledger(tmp_path), plan())
-        with pytest.raises(fodp.PrivacyError, match="used this seed"):
-            train(Ledger(tmp_path / "l.sqlite"), plan(), rows=1)
+            train(ledger(tmp_path, name, other), plan(**changes), rows=1)
 
     def test_by_the_command_before_it_makes_a_folder(self, tmp_path, capsys):
         words = [
@@ -127,13 +122,10 @@ class TestRefused:
 
 
 class TestTaken:
-    def test_runs_without_any_budget(self, tmp_path):
+    @pytest.mark.parametrize(("budget", "seed"), [(None, 7), (BUDGET, None)])
+    def test_runs_without_a_budget_or_a_seed(self, tmp_path, budget, seed):
         for _ in range(2):
-            train(ledger(tmp_path, budget=None), plan())
-
-    def test_secure_runs(self, tmp_path):
-        for _ in range(2):
-            train(ledger(tmp_path), plan(seed=None))
+            train(ledger(tmp_path, budget=budget), plan(seed=seed))
 
     def test_the_same_run_resumed_or_replayed(self, tmp_path):
         done = train(ledger(tmp_path), plan(), callbacks=[Checkpoint(tmp_path / "c.pt", every=100)])

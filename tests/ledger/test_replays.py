@@ -16,6 +16,7 @@ from fodp.ledger.checking import faults
 from fodp.training.callbacks import Callback
 from fodp.training.loop import make_private
 from fodp.training.trainer import Trainer
+from ledgers_for_tests import losses
 
 STEPS, SAVED = 8, 3
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -32,10 +33,6 @@ def plan(**changes):
 def data():
     inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
-
-
-def losses(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def other_losses(model, batch):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError, LedgerError
+from fodp._files import is_address
 from fodp.cli.job import add_import
 
 if TYPE_CHECKING:
@@ -72,11 +73,6 @@ def parse_budget(text: str) -> tuple[float, float]:
     except ValueError:
         raise ConfigurationError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
     return epsilon, delta
-
-
-def is_address(path: str) -> bool:
-    """Is this the address of a ledger on a server? The same as in `fodp.ledger`, without loading that."""
-    return path.startswith(("postgresql://", "postgres://"))
 
 
 def with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

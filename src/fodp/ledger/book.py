@@ -105,8 +105,6 @@ class Ledger:
         """Close the file."""
         self.store.close()
 
-    # --- what it says ---------------------------------------------------------------------------------------------
-
     def has_charged(self, run: str, phases: Sequence[Phase]) -> bool:
         """Is this run in here, in the data set of this ledger, with all of these phases counted as used?"""
         first = self._begun(run)
@@ -191,8 +189,6 @@ class Ledger:
                 "restore a copy of it"
             )
 
-    # --- what changes it ------------------------------------------------------------------------------------------
-
     def tell_waiting(self, tell: Callable[[str], object]) -> None:
         """Have it said when a run begins to wait for room, and for whom."""
         self._queue.tell = tell
@@ -234,8 +230,7 @@ class Ledger:
         if known is not None:
             self._refuse_other_run(known, phases)
         dataset = self._name(run) if known is None else known.dataset
-        agreed = self._agreed_budget(dataset, phases)
-        unit = str(about.get("unit", "record"))
+        agreed, unit = self._agreed_budget(dataset, phases), str(about.get("unit", "record"))
         wish = Spending(dataset, run, steps, lambda b: b.costs(phases), unit, seed, fingerprint, known is None)
 
         def attempt() -> tuple[Account, Left | None]:
@@ -318,8 +313,6 @@ class Ledger:
         data = {**_who(), "known": mark.entry, "found": self.store.count()}
         with self.store.writing():
             return self.store.append("rollback", "", data=data)
-
-    # --- how it decides -------------------------------------------------------------------------------------------
 
     def _admitted(self, wish: Spending, agreed: RenyiBudget | None) -> tuple[RenyiBudget | None, Floats | None, bool]:
         """The budget, the costs, and whether the data has changed; or a refusal. Within `writing()`.

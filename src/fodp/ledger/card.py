@@ -1,5 +1,6 @@
 """What a ledger says: who spent what, when and on what, and what is left: as records, by page, as a privacy card."""
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -18,6 +19,8 @@ from fodp.ledger.holds import when
 from fodp.ledger.rows import DataState, Entry
 
 ON_A_PAGE = 25  # runs of each data set
+Record = dict[str, Any]
+Budget = RenyiBudget | None
 _DELTAS = (1e-5, 1e-6, 1e-8)
 _NOT_COVERED = (
     "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
@@ -34,7 +37,7 @@ def not_covered(unit: str) -> str:
     return _NOT_COVERED.format(people=people)
 
 
-def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -> list[dict[str, Any]]:
+def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -> list[Record]:
     """One record per data set: its budget, how many runs it has, and those on this page, newest first; None is all.
 
     Reads no more than it shows, however large the ledger is.
@@ -53,7 +56,7 @@ def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -
     return records
 
 
-def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
+def summary(ledger: Ledger, dataset: str | None = None) -> list[Record]:
     """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
     rows: dict[str, list[Entry]] = defaultdict(list)
     names: dict[str, set[str]] = defaultdict(set)  # that one fingerprint goes by
@@ -73,7 +76,7 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
     return records
 
 
-def card(record: dict[str, Any]) -> str:
+def card(record: Record) -> str:
     """The privacy card of one data set, a record of `summary`, in plain text."""
     lines = [f"Privacy card of the data set {record['dataset']!r}", ""]
     budget = record["budget"]
@@ -126,7 +129,7 @@ def card(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _how(record: dict[str, Any]) -> list[str]:
+def _how(record: Record) -> list[str]:
     """How the runs drew lots and made noise; what several say alike is said once."""
     said: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for one in (*record["runs"], *record["selections"]):
@@ -138,7 +141,7 @@ def _how(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dict[str, Any]:
+def _of_dataset(name: str, budget: Budget, rows: list[Entry]) -> Record:
     last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
     begun = [entry for entry in rows if entry.kind in ("run", "selection")]
     selected, unit = (
@@ -155,37 +158,33 @@ def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dic
 
 
 def _record(
-    name: str,
-    unit: str,
-    budget: RenyiBudget | None,
-    state: DataState,
-    begun: list[Entry],
-    last: Callable[[Entry], Entry],
-) -> dict[str, Any]:
+    name: str, unit: str, budget: Budget, state: DataState, begun: list[Entry], last: Callable[[Entry], Entry]
+) -> Record:
     """What is said of a data set, of the runs and selections that were `begun`, and of what is left."""
-    left = (
-        None
-        if budget is None
-        else {
-            "epsilon": budget.epsilon,
-            "delta": budget.delta,
-            "order": budget.order,
-            "spent": state.spent / budget.capacity,
-            "held": (state.taken - state.spent) / budget.capacity,
-            "left": max(0.0, 1 - state.taken / budget.capacity),
-            "epsilons": {delta: budget.epsilon_at(delta) for delta in _deltas(budget)},
-        }
-    )
-    runs = [_run(entry, last(entry), budget) for entry in begun if entry.kind == "run"]
-    selections = [_selection(entry, budget, unit) for entry in begun if entry.kind == "selection"]
-    return {"dataset": name, "unit": unit, "budget": left, "runs": runs, "selections": selections}
+    return {
+        "dataset": name,
+        "unit": unit,
+        "budget": None if budget is None else _left(budget, state),
+        "runs": [_run(entry, last(entry), budget) for entry in begun if entry.kind == "run"],
+        "selections": [_selection(entry, budget, unit) for entry in begun if entry.kind == "selection"],
+    }
 
 
-def _deltas(budget: RenyiBudget | None) -> list[float]:
+def _left(budget: RenyiBudget, state: DataState) -> Record:
+    return {
+        **dataclasses.asdict(budget),
+        "spent": state.spent / budget.capacity,
+        "held": (state.taken - state.spent) / budget.capacity,
+        "left": max(0.0, 1 - state.taken / budget.capacity),
+        "epsilons": {delta: budget.epsilon_at(delta) for delta in _deltas(budget)},
+    }
+
+
+def _deltas(budget: Budget) -> list[float]:
     return sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
 
 
-def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def _run(first: Entry, last: Entry, budget: Budget) -> Record:
     """What is said of one run, from the row that began it and the newest one that says what it used."""
     delta = float(first.data["about"].get("delta", _DELTAS[0] if budget is None else budget.delta))
     phases, planned, used = phases_from_data(first.data["phases"]), first.data["planned"], last.steps or 0
@@ -207,7 +206,7 @@ def _run(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any
     }
 
 
-def _selection(entry: Entry, budget: RenyiBudget | None, unit: str) -> dict[str, Any]:
+def _selection(entry: Entry, budget: Budget, unit: str) -> Record:
     """What is said of one selection."""
     repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
@@ -220,9 +219,7 @@ def _selection(entry: Entry, budget: RenyiBudget | None, unit: str) -> dict[str,
     }
 
 
-def _common(
-    first: Entry, last: Entry, budget: RenyiBudget | None, phases: tuple[Phase, ...], about: dict[str, Any]
-) -> dict[str, Any]:
+def _common(first: Entry, last: Entry, budget: Budget, phases: tuple[Phase, ...], about: Record) -> Record:
     return {
         "run": first.run,
         "who": first.data["who"],
@@ -244,7 +241,7 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     return epsilon_from_rdp(rdp, delta)
 
 
-def _covered(first: Entry, last: Entry, budget: RenyiBudget | None) -> tuple[Phase, ...]:
+def _covered(first: Entry, last: Entry, budget: Budget) -> tuple[Phase, ...]:
     """What a run counts as having released: the steps used, and without a budget all that were fixed beforehand.
 
     Where a run stopped may tell what it saw; the steps up to there cost what they cost only to a filter.

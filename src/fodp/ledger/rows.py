@@ -25,11 +25,6 @@ class NoLedger(LedgerError):
     """There is no ledger where one was named."""
 
 
-def is_address(path: object) -> bool:
-    """Is this a server's address, and not a file?"""
-    return str(path).startswith(("postgresql://", "postgres://"))
-
-
 class DataState(NamedTuple):
     """What the newest row of a data set knows of all its rows.
 

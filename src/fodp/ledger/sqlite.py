@@ -15,22 +15,12 @@ from fodp.ledger.database import FOUND_BY, Database
 from fodp.ledger.rows import RESTORE, Header, NoLedger
 
 VERSION = 3
-_TABLE = """CREATE TABLE entries (
-    id INTEGER PRIMARY KEY,
-    at REAL NOT NULL,
-    kind TEXT NOT NULL,
-    dataset TEXT NOT NULL,
-    run TEXT NOT NULL,
-    steps INTEGER,
-    rdp REAL,
-    data TEXT NOT NULL,
-    state TEXT NOT NULL,
-    by_dataset INTEGER NOT NULL,
-    by_run INTEGER NOT NULL,
-    by_mark INTEGER,
-    chain TEXT NOT NULL,
-    seal TEXT NOT NULL
-)"""
+_COLUMNS = (
+    "id INTEGER PRIMARY KEY", "at REAL NOT NULL", "kind TEXT NOT NULL", "dataset TEXT NOT NULL", "run TEXT NOT NULL",
+    "steps INTEGER", "rdp REAL", "data TEXT NOT NULL", "state TEXT NOT NULL", "by_dataset INTEGER NOT NULL",
+    "by_run INTEGER NOT NULL", "by_mark INTEGER", "chain TEXT NOT NULL", "seal TEXT NOT NULL",
+)  # fmt: skip
+_TABLE = "CREATE TABLE entries (\n    " + ",\n    ".join(_COLUMNS) + "\n)"  # to the letter: it is compared
 _ABORT = "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END"
 _TRIGGERS = {
     "no_update": f"CREATE TRIGGER no_update BEFORE UPDATE ON entries {_ABORT}",

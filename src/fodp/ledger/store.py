@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import LedgerError, PrivacyError
+from fodp._files import is_address
 from fodp._forks import Owner
 from fodp.ledger.database import Database
 from fodp.ledger.mark import Mark, mark_path, read_mark, write_mark
 from fodp.ledger.postgres import PostgresRows
-from fodp.ledger.rows import RESTORE, DataState, Entry, Raw, RunState, is_address, mark_of, moved, states_after
+from fodp.ledger.rows import RESTORE, DataState, Entry, Raw, RunState, mark_of, moved, states_after
 from fodp.ledger.sqlite import SQLiteRows
 
 _AT_ONCE = 2000  # rows
