@@ -3,7 +3,9 @@
 import multiprocessing
 from pathlib import Path
 
+import torch
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting import Event, Phase
@@ -13,6 +15,7 @@ from fodp.ledger.card import faults
 STEP = Event(1.0, 35.0)
 PHASES = (Phase((STEP,), 100),)
 BUDGET = (1.0, 1e-5)
+QUICK = ("--epochs=1", "--quiet", "--noise-multiplier=4", "--accountant=rdp", "--threads=1")  # of `fodp train`
 
 
 def ledger(where, **options):
@@ -58,6 +61,21 @@ def raced(work, names):
         racer.join()
         assert racer.exitcode == 0
     return outcomes
+
+
+def plan(**changes):
+    """A short seeded run."""
+    base = dict(
+        sampling_rate=0.25, steps=6, lot_size=20, clip_norm=1.0, noise_multiplier=6.0, delta=1e-5, seed=7,
+        accountant="rdp", method="dp-sgd",
+    )  # fmt: skip
+    return fodp.Plan(**{**base, **changes})
+
+
+def data(rows=80, number=0):
+    """Rows of six numbers, in two classes."""
+    inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(number))
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
 
 def losses(model, batch):

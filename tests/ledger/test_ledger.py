@@ -29,7 +29,7 @@ from fodp.ledger.database import Database
 from fodp.ledger.fingerprint import fingerprint, secret_file
 from fodp.ledger.rows import DataState, RunState, states_after
 from fodp.training.callbacks import Callback
-from ledgers_for_tests import PHASES, STEP, ledger, losses, named, refuse_overspending, spend
+from ledgers_for_tests import PHASES, QUICK, STEP, ledger, losses, named, refuse_overspending, spend
 
 
 def exhaust(tmp_path):
@@ -336,7 +336,7 @@ class TestSize:
         with pytest.raises(fodp.PrivacyError, match="used this seed"):
             reads()
         assert len(read) <= few
-        monkeypatch.setattr(Ledger, "_refuse_used_seed", lambda *_: None)
+        monkeypatch.setattr("fodp.ledger.admission.Admission.refuse_used_seed", lambda *_: None)
         assert reads() <= few + 2
 
     def test_a_long_sum_is_never_below_the_truth(self):
@@ -636,11 +636,9 @@ class TestSelection:
 
 
 class TestCommandLine:
-    QUICK = ("--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1")
-
     def train(self, tmp_path, name, *words):
         shared = ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
-        return main(["train", *self.QUICK, *shared, "--out", str(tmp_path / name), *words])
+        return main(["train", *QUICK, *shared, "--out", str(tmp_path / name), *words])
 
     def test_a_shared_ledger_guards_a_data_set_over_many_runs(self, capsys, tmp_path):
         assert self.train(tmp_path, "a", "--budget", "0.5,1e-5", "--json") == 0
@@ -701,19 +699,19 @@ class TestCommandLine:
         """Between looking and writing, another process opened a run that no budget counts."""
         first = Ledger(tmp_path / "l.sqlite", dataset="people")
         second = Ledger(tmp_path / "l.sqlite", dataset="people", budget=(8.0, 1e-5))
-        agreed = second._agreed_budget
+        agreed = second._admission.agreed_budget
 
         def slow(*words):
             found = agreed(*words)
             first.open("quick", PHASES, 10)
             return found
 
-        monkeypatch.setattr(second, "_agreed_budget", slow)
+        monkeypatch.setattr(second._admission, "agreed_budget", slow)
         with pytest.raises(fodp.PrivacyError, match="before it had a budget"):
             second.open("late", PHASES, 10)
         assert second.budget("people") is None
 
-    @pytest.mark.parametrize("moment", ["_refuse_late_budget", "_agreed_budget"])
+    @pytest.mark.parametrize("moment", ["_refuse_late_budget", "agreed_budget"])
     @pytest.mark.parametrize("what", ["open", "charge_selection"])
     def test_a_budget_that_another_process_fixes_meanwhile_holds_for_both(self, tmp_path, monkeypatch, moment, what):
         """Between any two looks at the file somebody else may write to it."""
@@ -722,7 +720,7 @@ class TestCommandLine:
             path = tmp_path / f"{name}.sqlite"
             first = Ledger(path, dataset="people", budget=(8.0, 1e-5))
             second = Ledger(path, dataset="people", budget=budget)
-            original = getattr(second, moment)
+            original = getattr(second._admission, moment)
 
             def overtaken(*words):
                 result = None if moment == "_refuse_late_budget" else original(*words)
@@ -730,7 +728,7 @@ class TestCommandLine:
                     first.open("quicker", PHASES, 10)
                 return original(*words) if moment == "_refuse_late_budget" else result
 
-            monkeypatch.setattr(second, moment, overtaken)
+            monkeypatch.setattr(second._admission, moment, overtaken)
             if what == "open":
                 second.open("slower", PHASES, 10)
             else:
@@ -781,7 +779,7 @@ class TestCommandLine:
     @pytest.mark.parametrize("words", [["--budget", "4,1e-5"], ["--dataset-name", "x"], ["--ledger", "l"]])
     def test_words_that_need_each_other(self, capsys, tmp_path, words, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        assert main(["train", *self.QUICK, *words]) == 2
+        assert main(["train", *QUICK, *words]) == 2
         assert "add --" in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
 

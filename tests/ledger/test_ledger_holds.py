@@ -9,7 +9,7 @@ import fodp
 from fodp.accounting import Phase
 from fodp.cli.main import main
 from fodp.ledger.card import card, faults, summary
-from ledgers_for_tests import PHASES, fitting, named, raced
+from ledgers_for_tests import PHASES, QUICK, fitting, named, raced
 
 
 @pytest.mark.fault(
@@ -141,8 +141,7 @@ class TestWaiting:
             named(tmp_path, wait=-1)
 
     def test_by_the_command(self, tmp_path, capsys):
-        quick = ["--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
-        words = ["train", *quick, "--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
+        words = ["train", *QUICK, "--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
         book = named(tmp_path)
         book.open("to fix the budget", PHASES, 1).settle(0)
         budget = book.budget("people")

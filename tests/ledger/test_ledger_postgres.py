@@ -14,7 +14,7 @@ import fodp
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import faults, summary
-from ledgers_for_tests import PHASES, named, refuse_overspending, spend
+from ledgers_for_tests import PHASES, QUICK, named, refuse_overspending, spend
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'fodp[postgres]'")
 
@@ -184,8 +184,7 @@ def test_processes_racing_on_one_server_cannot_overspend_together(address):
 
 
 def test_the_commands_take_its_address(address, tmp_path, capsys):
-    quick = ["--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
-    words = ["train", *quick, "--ledger", address, "--dataset-name", "people"]
+    words = ["train", *QUICK, "--ledger", address, "--dataset-name", "people"]
     assert main([*words, "--out", str(tmp_path / "a")]) == 2
     assert "is new" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "a"), "--budget", "0.5,1e-5"]) == 0

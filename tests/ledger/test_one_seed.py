@@ -13,22 +13,9 @@ from fodp.ledger.fingerprint import secret_file
 from fodp.training.callbacks import Checkpoint
 from fodp.training.loop import make_private
 from fodp.training.trainer import Trainer
-from ledgers_for_tests import losses
+from ledgers_for_tests import QUICK, data, losses, plan
 
 BUDGET = (3.0, 1e-5)
-
-
-def plan(**changes):
-    base = dict(
-        sampling_rate=0.25, steps=6, lot_size=20, clip_norm=1.0, noise_multiplier=6.0, delta=1e-5, seed=7,
-        accountant="rdp", method="dp-sgd",
-    )  # fmt: skip
-    return fodp.Plan(**{**base, **changes})
-
-
-def data(number=0):
-    inputs = torch.randn(80, 6, generator=torch.Generator().manual_seed(number))
-    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
 
 def ledger(tmp_path, name="people", budget=BUDGET):
@@ -37,14 +24,16 @@ def ledger(tmp_path, name="people", budget=BUDGET):
 
 def train(the_ledger, the_plan, rows=0, **options):
     torch.manual_seed(0)
-    trainer = Trainer(nn.Linear(6, 2), losses, data(rows), the_plan, ledger=the_ledger, **options)
+    trainer = Trainer(nn.Linear(6, 2), losses, data(number=rows), the_plan, ledger=the_ledger, **options)
     trainer.fit()
     return trainer
 
 
 def loop(the_ledger, the_plan, rows=0):
     model = nn.Linear(6, 2)
-    return make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data(rows), the_plan, ledger=the_ledger)
+    return make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data(number=rows), the_plan, ledger=the_ledger
+    )
 
 
 def test_what_a_repeated_seed_gives_away():
@@ -91,16 +80,8 @@ class TestRefused:
             train(ledger(tmp_path, name, other), plan(**changes), rows=1)
 
     def test_by_the_command_before_it_makes_a_folder(self, tmp_path, capsys):
-        words = [
-            "train",
-            "--epochs=1",
-            "--quiet",
-            "--noise-multiplier=9",
-            "--accountant=rdp",
-            "--threads=1",
-            "--seed=3",
-        ]
-        words += ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name=people", "--budget=3,1e-5"]
+        words = ["train", *QUICK, "--seed=3"]
+        words += ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name=people", "--budget=30,1e-5"]
         assert main([*words, "--out", str(tmp_path / "a")]) == 0
         assert main([*words, "--out", str(tmp_path / "b")]) == 2
         assert "used this seed" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A seeded run that is resumed is not charged twice for a step, so the step must be the same release, bit for bit."""
 
+import functools
 import os
 import signal
 import warnings
@@ -8,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.ledger import Ledger, replays
@@ -16,23 +16,16 @@ from fodp.ledger.checking import faults
 from fodp.training.callbacks import Callback
 from fodp.training.loop import make_private
 from fodp.training.trainer import Trainer
+from ledgers_for_tests import data as tiny_data
 from ledgers_for_tests import losses
+from ledgers_for_tests import plan as tiny_plan
 
 STEPS, SAVED = 8, 3
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 
-def plan(**changes):
-    base = dict(
-        sampling_rate=0.5, steps=STEPS, lot_size=20, clip_norm=1.0, noise_multiplier=6.0, delta=1e-5, seed=7,
-        accountant="rdp", method="fo-dp-sgd",
-    )  # fmt: skip
-    return fodp.Plan(**{**base, **changes})
-
-
-def data():
-    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+plan = functools.partial(tiny_plan, sampling_rate=0.5, steps=STEPS, method="fo-dp-sgd")
+data = functools.partial(tiny_data, 40)
 
 
 def other_losses(model, batch):

@@ -8,7 +8,7 @@ import numpy as np
 from fodp._checks import LedgerError
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.releases import Floats
-from fodp.ledger.replays import CAUSES, TAKEN_OVER, Digests, Tail, digest, known, to_data
+from fodp.ledger.replays import TAKEN_OVER, ReleaseLog
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
 
@@ -32,14 +32,8 @@ class Account:
         self.position = (opened.id, opened.chain)
         self._asked: tuple[float, int] | None = None  # when was the last block granted, at which step
         self._write_seconds = 0.0
-        # Of a seeded run, whose releases are witnessed: charged steps from here on that have no hash were never used.
-        self._unused_from: int | None = opened.data.get("unused_from")
-        self._known: Digests | None = None  # of steps that earlier processes took; read when it is asked for
-        self._pending: Digests = {}  # hashes of releases that are in no row yet
-        self._witnessed = self._unused_from or 0  # from here on this process has witnessed none
-        self._tail, self._settled = Tail(store, opened.run, opened.id), False
-        if self._unused_from is not None:
-            self._tail.open()
+        self._settled = False
+        self._log = ReleaseLog(store, opened) if opened.data.get("unused_from") is not None else None  # of a seeded run
 
     def covers(self, step: int) -> bool:
         """May step number `step` (from 0) be taken? Reserves it, and some more, if need be; no if the budget is spent.
@@ -49,8 +43,8 @@ class Account:
         self._store.refuse_other_process()
         if step < self.charged and not self._settled:
             return True
-        if self._unused_from is not None:
-            self._tail.open()  # again, where the run has settled
+        if self._log is not None:
+            self._log.open()  # again, where the run has settled
         started, wanted = time.perf_counter(), self.charged
         with self._store.writing():
             self._refuse_lost_hold()
@@ -70,7 +64,8 @@ class Account:
             entry = self._append("settle", max(min(steps, self.charged), self._before))
         self._written(entry)
         self._asked, self._settled = None, True
-        self._tail.remove()
+        if self._log is not None:
+            self._log.remove()
 
     def note_checkpoint(self, step: int, file_digest: str) -> None:
         """Remember a checkpoint that is about to get its name."""
@@ -81,9 +76,8 @@ class Account:
         self._forget_pending()
 
     def repeats(self, step: int) -> bool:
-        """May the charged steps from this one on be taken again? Only where it is known what each released."""
-        found, first_unused = self._known_steps(), self._unused_from or 0
-        return all(place in found for place in range(step, min(first_unused, self._before)))
+        """May the charged steps from this one on be taken again? Of a seeded run, if it is known what each released."""
+        return self._log is None or self._log.repeats(step)
 
     def witness(self, step: int, tags: bytes) -> None:
         """Write down what a step of a seeded run is about to use; `tags` are hashes of what it released.
@@ -92,21 +86,9 @@ class Account:
         sees it on two different sums takes it off.
         """
         self._store.refuse_other_process()
-        hashed, before = digest(self._store, self._opened.run, step, tags), self._known_steps().get(step)
-        if before is None and step >= self._witnessed:
-            self._tail.add(step, hashed)
-            self._pending[step], self._witnessed = hashed, step + 1
-        elif before is None:
-            raise LedgerError(
-                f"step {step} of this seeded run was charged, and the ledger does not know what it released, so it "
-                "cannot be repeated: go on from a checkpoint, or start a new run with another seed"
-            )
-        elif before != hashed:
-            raise LedgerError(
-                f"step {step} of this seeded run was charged before, and it would now release something else under the "
-                "same noise: who sees both takes the noise off. What has changed since? It may be "
-                f"{CAUSES}. Resume with everything as it was, or start a new run with another seed"
-            )
+        if self._log is None:
+            raise LedgerError("this run was not opened as a seeded one, so its steps have no witness")
+        self._log.see(step, tags)
 
     def _affordable(self) -> int:
         """How many steps of the run fit into what others leave of the budget."""
@@ -116,19 +98,13 @@ class Account:
         free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
         return int(np.searchsorted(self._costs, free, side="right")) - 1
 
-    def _known_steps(self) -> Digests:
-        if self._known is None:
-            self._known = known(self._store, self._opened.run) if self._before else {}
-        return self._known
-
     def _append(self, kind: str, steps: int) -> Entry:
         rdp = None if self._costs is None else float(self._costs[steps])
         data = self._released()
         return self._store.append(kind, self._opened.dataset, self._opened.run, steps=steps, rdp=rdp, data=data)
 
     def _released(self) -> dict[str, Any]:
-        """What a row says of a seeded run's steps since the row before."""
-        return to_data(self._pending) if self._unused_from is not None else {}
+        return {} if self._log is None else self._log.pending()
 
     def _written(self, entry: Entry) -> None:
         """A row that says how many steps count as used is on the disk."""
@@ -136,9 +112,8 @@ class Account:
         self._forget_pending()
 
     def _forget_pending(self) -> None:
-        """The hashes that were pending are in a row now."""
-        self._pending.clear()
-        self._tail.clear()
+        if self._log is not None:
+            self._log.forget_pending()
 
     def _block(self, now: float, step: int) -> int:
         if self._asked is None or step <= self._asked[1]:

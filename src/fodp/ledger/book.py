@@ -9,38 +9,25 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import fodp
 from fodp import _checks
-from fodp._checks import BudgetError, ConfigurationError, DataError, LedgerError
-from fodp.accounting import Phase, phases_to_data, rounded_up
+from fodp._checks import ConfigurationError, LedgerError
+from fodp.accounting import Phase, phases_to_data
 from fodp.accounting.budget import RenyiBudget, Repetitions
 from fodp.accounting.releases import Floats
 from fodp.accounting.renyi import ORDERS
 from fodp.ledger.account import Account
-from fodp.ledger.fingerprint import comparable
-from fodp.ledger.holds import Hold, NoRoom, Queue, holds, told
+from fodp.ledger.admission import Admission, Spending
+from fodp.ledger.holds import Hold, Queue, holds
 from fodp.ledger.replays import Left, left_behind, to_data
 from fodp.ledger.rows import UNNAMED, DataState, Entry
 from fodp.ledger.store import Store
 
 DATASETS = 20  # that are looked at unless all are asked for
-
-
-class Spending(NamedTuple):
-    """What a run or a selection wants to spend: on which data, about whom, and how its cost follows from a budget."""
-
-    dataset: str
-    run: str
-    steps: int
-    costs: Callable[[RenyiBudget], Floats]  # after each step
-    unit: str
-    seed: str | None
-    fingerprint: str | None
-    begins: bool = True  # not one that is taken up again
 
 
 class Ledger:
@@ -83,9 +70,9 @@ class Ledger:
             _checks.positive("the budget's epsilon", budget[0])
             _checks.open_fraction("the budget's delta", budget[1])
         self.dataset, self._wanted = dataset, budget
-        self.allow_changed_data, self.allow_other_name = allow_changed_data, allow_other_name
         self._queue = Queue(wait)
         self.store = Store(path, create=create, verify=verify, older=older)
+        self._admission = Admission(self.store, budget, allow_changed_data, allow_other_name)
 
     def __repr__(self) -> str:
         named = "" if self.dataset is None else f", dataset={self.dataset!r}"
@@ -121,9 +108,7 @@ class Ledger:
 
     def budget(self, dataset: str) -> RenyiBudget | None:
         """The budget of a data set, if it has one."""
-        with self.store.reading():
-            row = self.store.of_data(dataset).budget
-            return RenyiBudget(**self.store.entry(row).data) if row else None
+        return self._admission.budget(dataset)
 
     def budget_of(self, run: str) -> RenyiBudget | None:
         """The budget that guards the data of a run, if it has one."""
@@ -201,12 +186,12 @@ class Ledger:
         Changes nothing.
         """
         if self.dataset is not None:
-            self._refuse_other_unit(self.dataset, unit)
-            budget = self._agreed_budget(self.dataset, phases)
-            self._refuse_used_seed(seed, budget is not None)
+            self._admission.refuse_other_unit(self.dataset, unit)
+            budget = self._admission.agreed_budget(self.dataset, phases)
+            self._admission.refuse_used_seed(seed, budget is not None)
             if budget is not None:
                 dataset, costs = self.dataset, budget.costs(phases)
-                self._queue.until_fit(lambda: self._refuse_no_room(dataset, budget, costs, steps))
+                self._queue.until_fit(lambda: self._admission.refuse_no_room(dataset, budget, costs, steps))
 
     def open(
         self,
@@ -228,16 +213,19 @@ class Ledger:
         """
         known, about = self._begun(run), dict(about or {})
         if known is not None:
-            self._refuse_other_run(known, phases)
+            if self.dataset not in (None, known.dataset):
+                raise LedgerError(f"the run belongs to the data set {known.dataset!r}, not {self.dataset!r}")
+            if known.data["phases"] != phases_to_data(phases):
+                raise LedgerError("the ledger knows this run with other events: resume it with its own plan")
         dataset = self._name(run) if known is None else known.dataset
-        agreed, unit = self._agreed_budget(dataset, phases), str(about.get("unit", "record"))
+        agreed, unit = self._admission.agreed_budget(dataset, phases), str(about.get("unit", "record"))
         wish = Spending(dataset, run, steps, lambda b: b.costs(phases), unit, seed, fingerprint, known is None)
 
         def attempt() -> tuple[Account, Left | None]:
             left: Left | None = None
             with self.store.writing():
-                budget, costs, changed = self._admitted(wish, agreed)
-                data = {**_who(), "about": about, "hold": self._hold(wish, budget, costs)}
+                budget, costs, changed = self._admission.admitted(wish, agreed)
+                data = {**_who(), "about": about, "hold": self._admission.hold(wish, budget, costs)}
                 if known is None:
                     data |= {"phases": phases_to_data(phases), "seed": seed, "planned": steps}
                     data |= {"unused_from": 0} if replays else {}
@@ -287,7 +275,7 @@ class Ledger:
         """
         if self.dataset is None:
             raise ConfigurationError("a selection is charged to a data set: name it (dataset=, --dataset-name)")
-        run, agreed = name or f"selection-{uuid.uuid4().hex}", self._agreed_budget(self.dataset, phases)
+        run, agreed = name or f"selection-{uuid.uuid4().hex}", self._admission.agreed_budget(self.dataset, phases)
         curve = repetitions.rdp(phases)
         data = {**_who(), "phases": phases_to_data(phases), "mean": repetitions.mean, "shape": str(repetitions.shape)}
 
@@ -297,11 +285,16 @@ class Ledger:
         with self.store.writing():
             first = self.store.of_run(run).first
             if first:
-                self._refuse_other_selection(self.store.entry(first), data)
-                self._check_fingerprint(self.dataset, "", fingerprint)
+                known, price = self.store.entry(first), ("phases", "mean", "shape")
+                same = all(json.dumps(known.data.get(word)) == json.dumps(data[word]) for word in price)
+                if known.kind != "selection" or known.dataset != self.dataset or not same:
+                    raise LedgerError(
+                        f"{self.path} knows {run!r} as something else: a selection is charged as it began"
+                    )
+                self._admission.check_fingerprint(self.dataset, "", fingerprint)
                 return run
-            _, price, _ = self._admitted(Spending(self.dataset, "", 1, costs, unit, None, fingerprint), agreed)
-            steps, rdp = sum(phase.steps for phase in phases), None if price is None else float(price[1])
+            _, paid, _ = self._admission.admitted(Spending(self.dataset, "", 1, costs, unit, None, fingerprint), agreed)
+            steps, rdp = sum(phase.steps for phase in phases), None if paid is None else float(paid[1])
             self.store.append("selection", self.dataset, run, steps=steps, rdp=rdp, data=data)
         return run
 
@@ -314,37 +307,6 @@ class Ledger:
         with self.store.writing():
             return self.store.append("rollback", "", data=data)
 
-    def _admitted(self, wish: Spending, agreed: RenyiBudget | None) -> tuple[RenyiBudget | None, Floats | None, bool]:
-        """The budget, the costs, and whether the data has changed; or a refusal. Within `writing()`.
-
-        Everything is looked at again: another process may have been quicker since `agreed` was.
-        """
-        dataset, stored = wish.dataset, self.budget(wish.dataset)
-        if stored is not None:
-            self._refuse_other_budget(dataset, stored)
-        budget = stored or agreed
-        costs = None if budget is None else wish.costs(budget)
-        if wish.begins:
-            self._refuse_used_seed(wish.seed, budget is not None)
-            self._refuse_other_unit(dataset, wish.unit)
-            if wish.unit == "person" and not self.store.marked(f"unit of {dataset}", limit=1):
-                self.store.append("unit", dataset, data={"unit": wish.unit})
-        if budget is not None and costs is not None:
-            if wish.begins:
-                self._refuse_no_room(dataset, budget, costs, wish.steps)
-            if stored is None:
-                self._refuse_late_budget(dataset)
-                data = {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order}
-                self.store.append("budget", dataset, data=data)
-        return budget, costs, self._check_fingerprint(dataset, wish.run, wish.fingerprint)
-
-    def _hold(self, wish: Spending, budget: RenyiBudget | None, costs: Floats | None) -> float | None:
-        """What is kept free for the whole plan; for a run that is taken up again, as much of it as there still is."""
-        if budget is None or costs is None:
-            return None
-        left = budget.capacity - self.store.others_taken(wish.dataset, wish.run)
-        return max(0.0, min(float(costs[wish.steps]), left))
-
     def _begun(self, run: str) -> Entry | None:
         """The row that began a run, if it was begun here."""
         with self.store.reading():
@@ -354,119 +316,6 @@ class Ledger:
 
     def _name(self, run: str) -> str:
         return self.dataset if self.dataset is not None else UNNAMED + run
-
-    def _agreed_budget(self, dataset: str, phases: Sequence[Phase]) -> RenyiBudget | None:
-        """The budget in the ledger; where there is none yet, the wanted one at an order that suits this run."""
-        stored = self.budget(dataset)
-        if stored is not None or self._wanted is None:
-            self._refuse_other_budget(dataset, stored)
-            return stored
-        self._refuse_late_budget(dataset)
-        return RenyiBudget.suited_to(phases, float(self._wanted[0]), float(self._wanted[1]))
-
-    def _refuse_other_selection(self, known: Entry, data: Mapping[str, Any]) -> None:
-        """A name stands for one price."""
-        same = all(json.dumps(known.data.get(word)) == json.dumps(data[word]) for word in ("phases", "mean", "shape"))
-        if known.kind != "selection" or known.dataset != self.dataset or not same:
-            raise LedgerError(f"{self.path} knows {known.run!r} as something else: a selection is charged as it began")
-
-    def _refuse_other_budget(self, dataset: str, stored: RenyiBudget | None) -> None:
-        if stored is None or self._wanted is None or (stored.epsilon, stored.delta) == tuple(map(float, self._wanted)):
-            return
-        raise BudgetError(
-            f"the budget of {dataset!r} in {self.path} is ({rounded_up(stored.epsilon, 6)}, {stored.delta:g}), not "
-            f"({self._wanted[0]:g}, {self._wanted[1]:g}): a budget is fixed once and for all; leave it out"
-        )
-
-    def _refuse_late_budget(self, dataset: str) -> None:
-        state = self.store.of_data(dataset)
-        if state.runs and not state.budget:
-            raise BudgetError(
-                f"{dataset!r} has runs in {self.path} from before it had a budget, which must be fixed before the "
-                "first one: go on without a budget, or begin another ledger and say what it does not cover"
-            )
-
-    def _refuse_no_room(self, dataset: str, budget: RenyiBudget, costs: Floats, steps: int) -> None:
-        state = self.store.of_data(dataset)
-        left = budget.capacity - state.taken
-        if costs[steps] <= left:
-            return
-        fitting = max(0, int(np.searchsorted(costs, left, side="right")) - 1)
-        raise NoRoom(
-            f"the budget of {dataset!r} ({rounded_up(budget.epsilon, 6)}, {budget.delta:g}) has "
-            f"{max(0.0, left) / budget.capacity:.1%} left and this needs {costs[steps] / budget.capacity:.1%}: "
-            + (f"only {fitting} of its {steps} steps would fit" if fitting else "nothing of it fits")
-            + "; take fewer steps or more noise"
-            + told(self.store, dataset, budget),
-            later=bool(costs[steps] <= budget.capacity - state.spent),
-        )
-
-    def _refuse_other_unit(self, dataset: str, unit: str) -> None:
-        """An epsilon for people and one for single records do not add up to anything."""
-        people = bool(self.store.marked(f"unit of {dataset}", limit=1))
-        if people != (unit == "person") and (people or self.store.of_data(dataset).runs):
-            raise LedgerError(
-                f"what was spent on {dataset!r} in {self.path} is about a {'person' if people else 'record'}, and the "
-                f"unit of this run is a {unit}: the two do not add up. Give the runs about a {unit} another name for "
-                "the data (dataset=, --dataset-name; --allow-other-name says that it has two), with a budget of its own"
-            )
-
-    def _refuse_used_seed(self, seed: str | None, guarded: bool) -> None:
-        """Two runs under one seed have the same masks and noise, on whatever data: their difference has none."""
-        for entry in [] if seed is None else self.store.marked(f"seed {seed}"):
-            if guarded or self.budget(entry.dataset) is not None:
-                raise LedgerError(
-                    f"run {entry.run[:12]} on {entry.dataset!r} in {self.path} used this seed, and whoever sees two "
-                    "runs under one seed subtracts their noise without knowing it: take another seed, or leave it out; "
-                    "to go on with that run, resume it"
-                )
-
-    def _refuse_other_run(self, known: Entry, phases: Sequence[Phase]) -> None:
-        if self.dataset is not None and self.dataset != known.dataset:
-            raise LedgerError(f"the run belongs to the data set {known.dataset!r}, not {self.dataset!r}")
-        if known.data["phases"] != phases_to_data(phases):
-            raise LedgerError("the ledger knows this run with other events: resume it with its own plan")
-
-    def _check_fingerprint(self, dataset: str, run: str, mark: str | None) -> bool:
-        """Is the data another than before? Then stop, or write down that it was allowed."""
-        if mark is None:
-            return False
-        newest = self.store.of_data(dataset).data
-        mine = self._comparable_mark(newest, mark)
-        changed = mine is not None and mine != mark
-        if changed and not self.allow_changed_data:
-            raise DataError(
-                f"the data is not what it was when {dataset!r} was last used on this machine: use another name for "
-                "other data, or say that it has changed on purpose (--allow-changed-data, allow_changed_data=True)"
-            )
-        if changed or mine is None:
-            if not self.allow_other_name:
-                self._refuse_other_name(dataset, mark)
-            data = {"fingerprint": mark, "allowed_change": changed, "before": newest}
-            self.store.append("data", dataset, run, data=data)
-        return changed
-
-    def _comparable_mark(self, row: int, mark: str) -> str | None:
-        """The newest fingerprint of a data set that was made with the key of `mark`; `row` is the newest of all."""
-        while row:
-            data = self.store.entry(row).data
-            if comparable(data["fingerprint"], mark):
-                return str(data["fingerprint"])
-            row = int(data["before"])
-        return None
-
-    def _refuse_other_name(self, dataset: str, mark: str) -> None:
-        """Unnamed runs among themselves have no budget to escape from."""
-        known = sorted({entry.dataset for entry in self.store.marked(f"data {mark}")} - {dataset})
-        if not known and not dataset.startswith(UNNAMED):
-            known = [entry.dataset for entry in self.store.marked(f"data unnamed {mark}", limit=1)]
-        if known:
-            advice = "" if known[0].startswith(UNNAMED) else "use that name, or "
-            raise DataError(
-                f"this data is in {self.path} as {known[0]!r} already, whose budget does not count what is released "
-                f"under another name: {advice}say that it has two on purpose (--allow-other-name, "
-                "allow_other_name=True)"
-            )
 
 
 def _who() -> dict[str, Any]:

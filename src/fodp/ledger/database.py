@@ -21,10 +21,14 @@ class Database(ABC):
 
     path: Path | str
     errors: tuple[type[Exception], ...]  # what the database raises
+    _connection: Any
+    # Words of the database: how transactions begin, and what else a writer locks; the tables; the place of a value.
+    begin_reading: str
+    begin_writing: str
+    lock = ""
     table: str
     headers: str
-    _connection: Any
-    place: str  # of a value in a statement
+    place: str
     rows_as_they_lie: str  # the table, read without an index
     rows_by_dataset: str  # the table, read by the index of data sets
     # Two ways to ask for the newest row, and for the newest rows with a number in a column.
@@ -41,9 +45,6 @@ class Database(ABC):
         """What is wrong with the database itself; reads all of it."""
 
     @abstractmethod
-    def _begin(self, write: bool) -> None: ...
-
-    @abstractmethod
     def _is_damage(self, error: Exception) -> bool: ...
 
     def close(self) -> None:
@@ -57,8 +58,10 @@ class Database(ABC):
     @contextmanager
     def transaction(self, *, write: bool) -> Iterator[None]:
         """All or nothing. One that writes holds the only write lock throughout; one that reads sees one moment."""
+        self._execute(self.begin_writing if write else self.begin_reading)
         try:
-            self._begin(write)
+            if write and self.lock:  # what is read after the lock is what its last holder committed
+                self._execute(self.lock)
             yield
             self._execute("COMMIT")
         except BaseException:

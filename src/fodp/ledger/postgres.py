@@ -34,6 +34,8 @@ class PostgresRows(Database):
 
     path: str
     table = rows_as_they_lie = rows_by_dataset = "fodp_entries"
+    begin_reading, begin_writing = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", "BEGIN"
+    lock = f"SELECT pg_advisory_xact_lock({_LOCK})"
     headers, place = "fodp_header", "%s"
     newest_twice = (
         "SELECT id FROM fodp_entries ORDER BY id DESC LIMIT 1",
@@ -59,11 +61,6 @@ class PostgresRows(Database):
                 self._create(create)
         if verify:
             self.refuse_faults(self.faults())
-
-    def _begin(self, write: bool) -> None:
-        self._execute("BEGIN" if write else "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        if write:  # what is read after the lock is what its last holder committed
-            self._execute("SELECT pg_advisory_xact_lock(?)", (_LOCK,))
 
     @property
     def in_transaction(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from fodp._checks import LedgerError
 from fodp._files import is_still
+from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
 
 _SIZE = 8  # bytes of a hash, and of a step's number
@@ -29,16 +30,7 @@ _HEAD = 2**64 - 1  # the step of a file's first record, which says when the syst
 _LIVING, _TAKEN = ".tail", ".taken"  # files of a process that trains, and of one whose run another has taken over
 Digests = dict[int, bytes]  # by step
 
-CAUSES = (
-    "another loss, model, augmentation, number of copies, owners, optimizer, rate, collate_fn or data; or, in the last "
-    "bits alone, another engine, microbatch, number of threads or processes, machine or device"
-)
 TAKEN_OVER = "this run was resumed by another process, which goes on with it: this one stops here"
-
-
-def digest(store: Store, run: str, step: int, tags: bytes) -> bytes:
-    """The hash of one step; `tags` says what it released."""
-    return _keyed(store, b"release", run, step.to_bytes(_SIZE, "little") + tags)
 
 
 def to_data(digests: Mapping[int, bytes]) -> dict[str, Any]:
@@ -54,41 +46,76 @@ def to_data(digests: Mapping[int, bytes]) -> dict[str, Any]:
 def known(store: Store, run: str) -> Digests:
     """What the ledger knows of a run's steps. Of a step that has two hashes the older one holds."""
     found: Digests = {}
-    for entry in store.rows_of_run(run):  # the newest first
+    for entry in store.found("run", run):  # the newest first
         for start, text in entry.data.get("released", ()):
             hashes = base64.b64decode(text)
             found |= {start + place // _SIZE: hashes[place : place + _SIZE] for place in range(0, len(hashes), _SIZE)}
     return found
 
 
-class Tail:
-    """Hashes that are in no row yet, in a file beside the ledger that is there while a process trains."""
+class ReleaseLog:
+    """What one process of a seeded run releases: hashes that are in no row yet are in the tail while it trains."""
 
-    def __init__(self, store: Store, run: str, opened: int):
-        self._store, self._run = store, run
-        self._path = _path(store, run, f"{opened}{_LIVING}")
-        self._handle = -1
+    def __init__(self, store: Store, opened: Entry):
+        self._store, self._run = store, opened.run
+        self._before = opened.of_run.steps or 0  # steps that were charged before this process
+        # Charged steps from here on that have no hash were never used; and from here on this process witnessed none.
+        self._unused_from = self._next = int(opened.data["unused_from"])
+        self._known: Digests | None = None  # of steps that earlier processes took; read when it is asked for
+        self._pending: Digests = {}  # hashes that are in no row yet
+        self._path, self._handle = _path(store, opened.run, f"{opened.id}{_LIVING}"), -1
+        self.open()
 
     def open(self) -> None:
-        """Make the file, before the first step is taken: without it nobody could tell that no step was."""
+        """Make the tail, before the first step is taken: without it nobody could tell that no step was."""
         if self._handle < 0:
             with self._plainly():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-                self._write(_record(self._store, self._run, _HEAD, _boot(self._store) or bytes(_SIZE)))
+                self._write(_HEAD, _boot(self._store) or bytes(_SIZE))
 
-    def add(self, step: int, hashed: bytes) -> None:
-        """Write down one more, before the release is used. Refused once another process goes on with the run."""
-        self.open()
-        with self._plainly():
-            self._write(_record(self._store, self._run, step, hashed))
-            # In this order: whoever takes the run over renames the file first, and reads it then.
-            mine = is_still(self._handle, self._path)
-        if not mine:
-            raise LedgerError(TAKEN_OVER)
+    def repeats(self, step: int) -> bool:
+        """May the charged steps from this one on be taken again? Only where it is known what each released."""
+        found = self._known_steps()
+        return all(place in found for place in range(step, min(self._unused_from, self._before)))
 
-    def clear(self) -> None:
+    def see(self, step: int, tags: bytes) -> None:
+        """Write down what a step is about to use; raise if it released something else before, or if nobody knows.
+
+        Raises too once another process goes on with the run.
+        """
+        hashed = _keyed(self._store, b"release", self._run, step.to_bytes(_SIZE, "little") + tags)
+        before = self._known_steps().get(step)
+        if before is None and step >= self._next:
+            self.open()
+            with self._plainly():
+                self._write(step, hashed)
+                # In this order: whoever takes the run over renames the file first, and reads it then.
+                mine = is_still(self._handle, self._path)
+            if not mine:
+                raise LedgerError(TAKEN_OVER)
+            self._pending[step], self._next = hashed, step + 1
+        elif before is None:
+            raise LedgerError(
+                f"step {step} of this seeded run was charged, and the ledger does not know what it released, so it "
+                "cannot be repeated: go on from a checkpoint, or start a new run with another seed"
+            )
+        elif before != hashed:
+            raise LedgerError(
+                f"step {step} of this seeded run was charged before, and it would now release something else under the "
+                "same noise: who sees both takes the noise off. What has changed since? It may be another loss, model, "
+                "augmentation, number of copies, owners, optimizer, rate, collate_fn or data; or, in the last bits "
+                "alone, another engine, microbatch, number of threads or processes, machine or device. Resume with "
+                "everything as it was, or start a new run with another seed"
+            )
+
+    def pending(self) -> dict[str, Any]:
+        """What the next row of the run says of its steps since the row before."""
+        return to_data(self._pending)
+
+    def forget_pending(self) -> None:
         """The hashes are in a row now."""
+        self._pending.clear()
         if self._handle >= 0:
             with self._plainly():
                 os.ftruncate(self._handle, _RECORD)
@@ -102,8 +129,13 @@ class Tail:
             os.close(self._handle)
             self._handle = -1
 
-    def _write(self, record: bytes) -> None:
-        if os.write(self._handle, record) != len(record):
+    def _known_steps(self) -> Digests:
+        if self._known is None:
+            self._known = known(self._store, self._run) if self._before else {}
+        return self._known
+
+    def _write(self, step: int, hashed: bytes) -> None:
+        if os.write(self._handle, _record(self._store, self._run, step, hashed)) != _RECORD:
             raise OSError(errno.ENOSPC, "the disk is full")
 
     @contextmanager

@@ -74,6 +74,7 @@ class SQLiteRows(Database):
 
     path: Path
     errors = (sqlite3.Error, UnicodeError)  # UnicodeError: a message that cites what is damaged
+    begin_reading, begin_writing = "BEGIN", "BEGIN IMMEDIATE"
     table, headers, place = "entries", "header", "?"
     rows_as_they_lie, rows_by_dataset = "entries NOT INDEXED", "entries INDEXED BY by_dataset_1"
     newest_twice = (
@@ -104,9 +105,6 @@ class SQLiteRows(Database):
             self._refuse_other_version()
         if verify:
             self.refuse_faults(self._faults_of_schema() or self._quick_faults())
-
-    def _begin(self, write: bool) -> None:
-        self._execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     @property
     def in_transaction(self) -> bool:

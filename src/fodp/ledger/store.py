@@ -39,10 +39,15 @@ class Store:
         self._owner, self._raises_mark = Owner(), False
         self.mark = mark_path(self.path)
         self._rows: Database
-        if isinstance(self.path, str):  # where a mark knows of a ledger, a new one would be a new budget
-            self._rows = PostgresRows(self.path, create=create and not os.path.exists(self.mark), verify=verify)
+        known = os.path.exists(self.mark)  # then a new ledger would be a new budget
+        if isinstance(self.path, str):
+            self._rows = PostgresRows(self.path, create=create and not known, verify=verify)
+        elif create and known and not os.path.exists(self.path):
+            raise LedgerError(
+                f"the ledger {self.path} is gone, though {self.mark} knows that there was one: {RESTORE}; delete the "
+                "mark only if nothing was ever spent"
+            )
         else:
-            self._refuse_new_beside_mark(create)
             self._rows = SQLiteRows(self.path, create=create, verify=verify)
         self.header = self._rows.header()
         if verify:
@@ -126,21 +131,17 @@ class Store:
 
     def of_data(self, dataset: str) -> DataState:
         """What all rows of a data set come to."""
-        found = self._found("dataset", dataset, 1)
+        found = self.found("dataset", dataset, 1)
         return found[0].of_data if found else DataState()
 
     def of_run(self, run: str) -> RunState:
         """What all rows of a run come to."""
-        found = self._found("run", run, 1)
+        found = self.found("run", run, 1)
         return found[0].of_run if found else RunState()
 
     def marked(self, mark: str, limit: int = _ALL) -> list[Entry]:
         """The newest rows that carry a mark (a seed's, a fingerprint, a digest), newest first."""
-        return self._found("mark", mark, limit)
-
-    def rows_of_run(self, run: str) -> list[Entry]:
-        """All rows of a run, newest first."""
-        return self._found("run", run, _ALL)
+        return self.found("mark", mark, limit)
 
     def begun(self, dataset: str, limit: int, skip: int = 0) -> list[Entry]:
         """Runs and selections of a data set, newest first, for those who page through them."""
@@ -206,13 +207,6 @@ class Store:
         if expected <= last:
             yield f"entry {expected} is missing"
 
-    def _refuse_new_beside_mark(self, create: bool) -> None:
-        if create and "\0" not in str(self.path) and os.path.exists(self.mark) and not os.path.exists(self.path):
-            raise LedgerError(
-                f"the ledger {self.path} is gone, though {self.mark} knows that there was one: {RESTORE}; delete the "
-                "mark only if nothing was ever spent"
-            )
-
     def _refuse_older(self) -> None:
         mark, accept = self.known_before(), f"`fodp ledger accept-rollback {self.path}` goes on and writes that down"
         if mark is None:
@@ -228,7 +222,7 @@ class Store:
             f"if this is the newest there is, {accept}"
         )
 
-    def _found(self, what: str, name: str, limit: int) -> list[Entry]:
+    def found(self, what: str, name: str, limit: int = _ALL) -> list[Entry]:
         """The newest rows of a data set, of a run, or with a mark; each must be what its index says."""
         found = self._newest(f"by_{what}", self.header.number(what, name), limit)
         for entry in found:
