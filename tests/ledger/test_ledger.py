@@ -167,6 +167,11 @@ class TestBudget:
     def test_a_data_set_without_a_budget_is_infinite(self, tmp_path):
         assert ledger(tmp_path, dataset="people").left("people") == math.inf
 
+    def test_a_budget_whose_delta_hardly_means_anything_is_warned_of(self, tmp_path):
+        with pytest.warns(UserWarning, match=r"delta 0\.5 is above 0\.001: publishing that share") as told:
+            Ledger(tmp_path / "l.sqlite", dataset="people", budget=(3, 0.5))
+        assert told[0].filename == __file__
+
     @pytest.mark.rule(14)
     @pytest.mark.parametrize("budget", [3, "3,1e-5", (3,), {"epsilon": 3, "delta": 1e-5}, (3, 1e-5, 1)])
     def test_a_budget_in_another_form(self, tmp_path, budget):

@@ -27,6 +27,7 @@ from fodp.ledger.replays import Left, left_behind, to_data
 from fodp.ledger.rows import UNNAMED, DataState, Entry
 from fodp.ledger.store import Store
 
+_LARGE_DELTA = 1e-3  # hardly meant
 DATASETS = 20  # that are looked at unless all are asked for
 
 
@@ -68,7 +69,11 @@ class Ledger:
                     "without its delta says nothing"
                 )
             _checks.positive("the budget's epsilon", budget[0])
-            _checks.open_fraction("the budget's delta", budget[1])
+            if _checks.open_fraction("the budget's delta", budget[1]) > _LARGE_DELTA:
+                _checks.warn(
+                    f"the budget's delta {budget[1]:g} is above {_LARGE_DELTA:g}: publishing that share of the records "
+                    "as they are would satisfy it. Take a tenth of one over a public guess of their number"
+                )
         self.dataset, self._wanted = dataset, budget
         self._queue = Queue(wait)
         self.store = Store(path, create=create, verify=verify, older=older)
