@@ -29,7 +29,7 @@ def fill(path: Path, runs: int) -> None:
     """Write what so many runs would have written, in one transaction."""
     book = Ledger(path, dataset="people", budget=(1e5, 1e-5))
     book.open("first", PHASES, 100).settle(0)
-    store, seals = book.store, book.store._seals
+    store, seals = book.store, book.store.header
     cost = float(book.budget("people").costs(PHASES)[100])
     last, of_data = store.last(), store.of_data("people")
     number, chain, numbers = last.id, last.chain, {"people": seals.number("dataset", "people")}

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fodp import kernels
 from fodp.clipping import FLOAT_TOLERANCE, Engine, Gradients
 from fodp.clipping.batches import Keyed, take
 from fodp.clipping.layers import uses
@@ -266,7 +265,6 @@ class Case:
 
     kind: str
     dtype: torch.dtype
-    compiled: bool
     inputs: Tensor
     back: Tensor
     clip: float  # of the first example's norm
@@ -299,7 +297,7 @@ def start(kind: str, rng: torch.Generator, pick: random.Random) -> Case:
     with torch.no_grad():
         back = _rows(rows, tuple(model(inputs[:1]).shape[1:]), patterns[1], rng, pick)
     return Case(
-        kind, pick.choice([torch.float32] * 6 + [torch.float64, torch.bfloat16]), pick.random() < 0.7, inputs, back,
+        kind, pick.choice([torch.float32] * 6 + [torch.float64, torch.bfloat16]), inputs, back,
         pick.choice([0.5, 0.9, 0.999999, 0.01, 1e-6]), pick.random() < 0.2,
     )  # fmt: skip
 
@@ -443,14 +441,12 @@ def _value(query: Query) -> Tensor:
 
 @contextmanager
 def _settings(case: Case) -> Iterator[None]:
-    library, held = kernels.library, uses.HELD_ENTRIES
-    if not case.compiled:
-        kernels.library = lambda: None  # type: ignore[assignment]
+    held = uses.HELD_ENTRIES
     uses.HELD_ENTRIES = held if KINDS[case.kind].held else 1
     try:
         yield
     finally:
-        kernels.library, uses.HELD_ENTRIES = library, held  # type: ignore[misc]
+        uses.HELD_ENTRIES = held
 
 
 # ---- the search ----------------------------------------------------------------------------------------------

@@ -111,6 +111,11 @@ def _allocate(handle: int, size: int) -> None:
         os.write(handle, zeros[:missing])
 
 
+def is_address(path: object) -> bool:
+    """Is this a server's address, and not a file?"""
+    return str(path).startswith(("postgresql://", "postgres://"))
+
+
 def refuse_unwritable(path: Path) -> None:
     """Raise unless a file of this name can be written, with the folders that are still to be made."""
     folder = next((parent for parent in path.parents if parent.exists()), path.parent)
@@ -136,7 +141,7 @@ class Hold:
             if not _locked(handle):
                 os.close(handle)
                 return False
-            if _is_still(handle, self.path):
+            if is_still(handle, self.path):
                 os.truncate(handle, 0)
                 os.write(handle, about.encode())
                 self._handle = handle
@@ -174,7 +179,8 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _is_still(handle: int, path: Path) -> bool:
+def is_still(handle: int, path: Path) -> bool:
+    """Does the name still belong to the open file?"""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

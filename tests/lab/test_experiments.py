@@ -241,7 +241,7 @@ class TestRuntime:
     def test_the_version_is_that_of_the_code_that_trains(self, tmp_path, monkeypatch):
         monkeypatch.setattr("fodp.__file__", str(tmp_path / "__init__.py"))
         seen = set()
-        for name in ("memory.py", "kernels/recall.c", "kernels/common.h", "methods/a.py"):
+        for name in ("memory.py", "kernels/loops.c", "kernels/common.h", "methods/a.py"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("new")
             seen.add(runtime.speed_version())

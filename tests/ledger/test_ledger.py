@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import sqlite3
@@ -26,30 +25,11 @@ from fodp.accounting.renyi import ORDERS
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
+from fodp.ledger.database import Database
 from fodp.ledger.fingerprint import fingerprint, secret_file
 from fodp.ledger.rows import DataState, RunState, states_after
-from fodp.ledger.sqlite import SQLiteRows
 from fodp.training.callbacks import Callback
-
-STEP = Event(1.0, 35.0)
-PHASES = (Phase((STEP,), 100),)
-
-
-def ledger(tmp_path, **options):
-    return Ledger(tmp_path / "l.sqlite", **options)
-
-
-def named(tmp_path, budget=(1.0, 1e-5), **options):
-    return ledger(tmp_path, dataset="people", budget=budget, **options)
-
-
-def spend(book, run, steps, phases=PHASES, settle=True):
-    account = book.open(run, phases, steps)
-    for step in range(steps):
-        assert account.covers(step)
-    if settle:
-        account.settle(steps)
-    return account
+from ledgers_for_tests import PHASES, QUICK, STEP, ledger, losses, named, refuse_overspending, spend
 
 
 def exhaust(tmp_path):
@@ -173,16 +153,30 @@ class TestBudget:
         spend(named(tmp_path), "a", 60)
         spend(ledger(tmp_path, dataset="others", budget=(1.0, 1e-5)), "b", 60)  # another data set, another budget
 
-    def test_what_was_reserved_and_not_used_comes_back(self, tmp_path):
+    @pytest.mark.rule(14)
+    def test_a_typing_error_has_no_limitless_budget(self, tmp_path):
         book = named(tmp_path)
-        account = book.open("a", PHASES, 60)
-        account.covers(0)
-        time.sleep(0.01)
-        account.covers(1)
-        held = book.left("people")
-        account.settle(2)
-        assert book.steps("a") == 2
-        assert book.left("people") > held
+        assert book.left("people") == 1.0  # all of it, which its first run fixes
+        with pytest.raises(fodp.LedgerError, match="knows no data set 'poeple'; it knows none: mend the name"):
+            book.left("poeple")
+        spend(book, "run", 2)
+        assert 0 < book.left("people") < 1
+        with pytest.raises(fodp.LedgerError, match="'poeple'; it knows people"):
+            book.left("poeple")
+
+    def test_a_data_set_without_a_budget_is_infinite(self, tmp_path):
+        assert ledger(tmp_path, dataset="people").left("people") == math.inf
+
+    def test_a_budget_whose_delta_hardly_means_anything_is_warned_of(self, tmp_path):
+        with pytest.warns(UserWarning, match=r"delta 0\.5 is above 0\.001: publishing that share") as told:
+            Ledger(tmp_path / "l.sqlite", dataset="people", budget=(3, 0.5))
+        assert told[0].filename == __file__
+
+    @pytest.mark.rule(14)
+    @pytest.mark.parametrize("budget", [3, "3,1e-5", (3,), {"epsilon": 3, "delta": 1e-5}, (3, 1e-5, 1)])
+    def test_a_budget_in_another_form(self, tmp_path, budget):
+        with pytest.raises(fodp.ConfigurationError, match=r"budget is a pair \(epsilon, delta\), such as \(3, 1e-5\)"):
+            named(tmp_path, budget)
 
     @pytest.mark.rule(11)
     def test_a_replay_never_gives_back_what_an_earlier_process_used(self, tmp_path):
@@ -197,10 +191,7 @@ class TestBudget:
 
     @pytest.mark.rule(11)
     @pytest.mark.fault(
-        "a seeded run replays its steps",
-        happens="not charged again; another run is",
-        lost="nothing",
-        costs="nothing",
+        "a seeded run replays its steps", happens="not charged again; another run is", lost="nothing", costs="nothing"
     )
     def test_a_replay_is_not_charged_again_but_another_run_is(self, tmp_path):
         book = named(tmp_path)
@@ -228,27 +219,6 @@ class TestBudget:
                 forbidden()
         assert second.covers(1)
 
-    def test_steps_run_out_in_the_middle_when_a_released_run_was_alive(self, tmp_path):
-        book = named(tmp_path)
-        slow = book.open("slow", PHASES, 60)
-        assert slow.covers(0)
-        book.release("slow")
-        exhaust(tmp_path)
-        assert not slow.covers(slow.charged)
-        assert faults(book) == []
-
-
-def _grab(path, start, results, name):
-    start.wait()
-    book, taken = Ledger(path, dataset="people", budget=(1.0, 1e-5)), 0
-    try:
-        for number in range(1000):
-            account = book.open(f"{name}.{number}", (Phase((STEP,), 3),), 3)
-            taken += sum(account.covers(step) for step in range(3))
-            time.sleep(0.005)  # SQLite is not fair to those who wait
-    except fodp.PrivacyError as error:
-        results.put((taken, str(error)))
-
 
 @pytest.mark.rule(17)
 @pytest.mark.fault(
@@ -258,23 +228,7 @@ def _grab(path, start, results, name):
     costs="nothing",
 )
 def test_processes_racing_on_one_ledger_cannot_overspend_together(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    budget = RenyiBudget.suited_to((Phase((STEP,), 3),), 1.0, 1e-5)
-    fitting = int(budget.capacity / budget.costs(((Phase((STEP,), 3)),))[1])
-    start, results = fork.Event(), fork.Queue()
-    racers = [fork.Process(target=_grab, args=(tmp_path / "l.sqlite", start, results, n)) for n in "abcd"]
-    for racer in racers:
-        racer.start()
-    start.set()
-    outcomes = [results.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
-    book = ledger(tmp_path)
-    assert all("left" in message for _, message in outcomes), outcomes
-    assert sum(taken > 0 for taken, _ in outcomes) >= 2  # it was a race
-    assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
-    assert book.store.of_data("people").spent <= budget.capacity
-    assert faults(book) == []
+    refuse_overspending(tmp_path, time.sleep)  # SQLite is not fair to those who wait
 
 
 class TestFile:
@@ -339,23 +293,7 @@ class TestFile:
             book.store.append("settle", "people", "a", steps=5, rdp=99.0)
         assert any("exceeds the budget" in fault for fault in faults(book))
 
-    @pytest.mark.parametrize("keep", [0, 10, 3000, 9000])
-    def test_a_truncated_file_is_refused(self, tmp_path, keep):
-        spend(named(tmp_path), "a", 5)
-        path = tmp_path / "l.sqlite"
-        path.write_bytes(path.read_bytes()[:keep])
-        with pytest.raises(fodp.PrivacyError, match="ledger"):
-            spend(named(tmp_path), "b", 1)
-
-    def test_files_that_are_no_ledger_are_refused(self, tmp_path):
-        (tmp_path / "l.sqlite").write_text("a diary, not a ledger, but long enough to be taken for one" * 9)
-        with pytest.raises(fodp.PrivacyError, match="not a database"):
-            ledger(tmp_path)
-        other = sqlite3.connect(tmp_path / "other.sqlite")
-        other.execute("CREATE TABLE t (a)")
-        other.commit()
-        with pytest.raises(fodp.PrivacyError, match="no ledger of this version"):
-            Ledger(tmp_path / "other.sqlite")
+    def test_a_ledger_that_is_not_there_is_refused(self, tmp_path):
         with pytest.raises(fodp.PrivacyError, match="there is no ledger"):
             Ledger(tmp_path / "none.sqlite", create=False)
         with pytest.raises(fodp.PrivacyError, match="cannot be used"):
@@ -386,8 +324,8 @@ class TestSize:
     def test_no_more_rows_are_read_for_a_grant_when_there_are_more_runs(self, tmp_path, monkeypatch):
         """Rows are counted, not seconds: opening reads the newest hundred, a run and a reservation a few."""
         read = []
-        original = SQLiteRows.row
-        monkeypatch.setattr(SQLiteRows, "row", lambda rows, number: read.append(number) or original(rows, number))
+        original = Database.row
+        monkeypatch.setattr(Database, "row", lambda rows, number: read.append(number) or original(rows, number))
 
         def reads():
             book = named(tmp_path, budget=(9.0, 1e-5))
@@ -403,7 +341,7 @@ class TestSize:
         with pytest.raises(fodp.PrivacyError, match="used this seed"):
             reads()
         assert len(read) <= few
-        monkeypatch.setattr(Ledger, "_refuse_used_seed", lambda *_: None)
+        monkeypatch.setattr("fodp.ledger.admission.Admission.refuse_used_seed", lambda *_: None)
         assert reads() <= few + 2
 
     def test_a_long_sum_is_never_below_the_truth(self):
@@ -426,9 +364,6 @@ class TestFingerprint:
             sampling_rate=0.2, steps=5, lot_size=12, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, seed=seed,
             accountant="rdp",
         )  # fmt: skip
-
-        def losses(model, batch):
-            return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
         return fodp.Trainer(model or nn.Linear(4, 2), losses, data, plan, ledger=book, **options)
 
@@ -495,12 +430,7 @@ class TestFingerprint:
             self.trainer(named(tmp_path), TensorDataset(inputs[:30], labels[:30])).fit()
 
     @pytest.mark.rule(11)
-    @pytest.mark.fault(
-        "a seeded run resumed on other data",
-        happens="refused",
-        lost="nothing",
-        costs="nothing",
-    )
+    @pytest.mark.fault("a seeded run resumed on other data", happens="refused", lost="nothing", costs="nothing")
     def test_a_seeded_run_never_puts_its_noise_on_other_data(self, tmp_path):
         first = self.trainer(ledger(tmp_path), self.data(), seed=0)
         first.save(tmp_path / "no.pt")
@@ -711,11 +641,9 @@ class TestSelection:
 
 
 class TestCommandLine:
-    QUICK = ("--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1")
-
     def train(self, tmp_path, name, *words):
         shared = ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
-        return main(["train", *self.QUICK, *shared, "--out", str(tmp_path / name), *words])
+        return main(["train", *QUICK, *shared, "--out", str(tmp_path / name), *words])
 
     def test_a_shared_ledger_guards_a_data_set_over_many_runs(self, capsys, tmp_path):
         assert self.train(tmp_path, "a", "--budget", "0.5,1e-5", "--json") == 0
@@ -743,12 +671,7 @@ class TestCommandLine:
         for part in (*parts, "at delta 1e-06", "Not covered:"):
             assert part in text
 
-    @pytest.mark.fault(
-        "a run resumed with another ledger",
-        happens="refused",
-        lost="nothing",
-        costs="nothing",
-    )
+    @pytest.mark.fault("a run resumed with another ledger", happens="refused", lost="nothing", costs="nothing")
     def test_a_run_goes_on_only_with_its_own_ledger(self, capsys, tmp_path):
         assert self.train(tmp_path, "a", "--budget", "0.5,1e-5") == 0
         (tmp_path / "l.sqlite").rename(tmp_path / "moved.sqlite")
@@ -781,19 +704,19 @@ class TestCommandLine:
         """Between looking and writing, another process opened a run that no budget counts."""
         first = Ledger(tmp_path / "l.sqlite", dataset="people")
         second = Ledger(tmp_path / "l.sqlite", dataset="people", budget=(8.0, 1e-5))
-        agreed = second._agreed_budget
+        agreed = second._admission.agreed_budget
 
         def slow(*words):
             found = agreed(*words)
             first.open("quick", PHASES, 10)
             return found
 
-        monkeypatch.setattr(second, "_agreed_budget", slow)
+        monkeypatch.setattr(second._admission, "agreed_budget", slow)
         with pytest.raises(fodp.PrivacyError, match="before it had a budget"):
             second.open("late", PHASES, 10)
         assert second.budget("people") is None
 
-    @pytest.mark.parametrize("moment", ["_refuse_late_budget", "_agreed_budget"])
+    @pytest.mark.parametrize("moment", ["_refuse_late_budget", "agreed_budget"])
     @pytest.mark.parametrize("what", ["open", "charge_selection"])
     def test_a_budget_that_another_process_fixes_meanwhile_holds_for_both(self, tmp_path, monkeypatch, moment, what):
         """Between any two looks at the file somebody else may write to it."""
@@ -802,7 +725,7 @@ class TestCommandLine:
             path = tmp_path / f"{name}.sqlite"
             first = Ledger(path, dataset="people", budget=(8.0, 1e-5))
             second = Ledger(path, dataset="people", budget=budget)
-            original = getattr(second, moment)
+            original = getattr(second._admission, moment)
 
             def overtaken(*words):
                 result = None if moment == "_refuse_late_budget" else original(*words)
@@ -810,7 +733,7 @@ class TestCommandLine:
                     first.open("quicker", PHASES, 10)
                 return original(*words) if moment == "_refuse_late_budget" else result
 
-            monkeypatch.setattr(second, moment, overtaken)
+            monkeypatch.setattr(second._admission, moment, overtaken)
             if what == "open":
                 second.open("slower", PHASES, 10)
             else:
@@ -861,7 +784,7 @@ class TestCommandLine:
     @pytest.mark.parametrize("words", [["--budget", "4,1e-5"], ["--dataset-name", "x"], ["--ledger", "l"]])
     def test_words_that_need_each_other(self, capsys, tmp_path, words, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        assert main(["train", *self.QUICK, *words]) == 2
+        assert main(["train", *QUICK, *words]) == 2
         assert "add --" in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import fodp
-from fodp.accounting import Event, Phase
 from fodp.ledger import Ledger
+from ledgers_for_tests import PHASES
 
-PHASES = (Phase((Event(1.0, 35.0),), 100),)
 TRIES = 2000
 
 
@@ -178,10 +177,7 @@ def test_a_foreign_file_may_have_been_a_ledger(tmp_path, create):
 
 
 @pytest.mark.fault(
-    "a ledger of an earlier version",
-    happens="refused: go on with that version",
-    lost="nothing",
-    costs="nothing",
+    "a ledger of an earlier version", happens="refused: go on with that version", lost="nothing", costs="nothing"
 )
 def test_a_ledger_of_an_earlier_version_is_no_reason_for_a_new_one(tmp_path):
     other = sqlite3.connect(tmp_path / "l.sqlite")

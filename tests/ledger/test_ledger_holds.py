@@ -1,23 +1,15 @@
 """A run holds what its whole plan costs: runs do not starve each other, and everybody sees who holds what."""
 
-import multiprocessing
 import threading
 import time
 
 import pytest
 
 import fodp
-from fodp.accounting import Event, Phase
+from fodp.accounting import Phase
 from fodp.cli.main import main
-from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
-
-PHASES = (Phase((Event(1.0, 35.0),), 100),)
-BUDGET = (1.0, 1e-5)
-
-
-def named(tmp_path, **options):
-    return Ledger(tmp_path / "l.sqlite", dataset="people", budget=BUDGET, **options)
+from ledgers_for_tests import PHASES, QUICK, fitting, named, raced
 
 
 @pytest.mark.fault(
@@ -149,8 +141,7 @@ class TestWaiting:
             named(tmp_path, wait=-1)
 
     def test_by_the_command(self, tmp_path, capsys):
-        quick = ["--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
-        words = ["train", *quick, "--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
+        words = ["train", *QUICK, "--ledger", str(tmp_path / "l.sqlite"), "--dataset-name", "people"]
         book = named(tmp_path)
         book.open("to fix the budget", PHASES, 1).settle(0)
         budget = book.budget("people")
@@ -164,22 +155,6 @@ class TestWaiting:
         assert "waiting for room" in capsys.readouterr().err
 
 
-def _train(path, start, results, name, wait):
-    start.wait()
-    try:
-        book = Ledger(path, dataset="people", budget=BUDGET, wait=wait)
-        account = book.open(name, PHASES, 15)
-    except fodp.PrivacyError as error:
-        results.put((name, -1 if "left and this needs" in str(error) else str(error)))
-        return
-    taken = 0
-    while taken < 15 and account.covers(taken):
-        taken += 1
-        time.sleep(0.001)
-    account.settle(taken)
-    results.put((name, taken))
-
-
 @pytest.mark.rule(17)
 @pytest.mark.fault(
     "many processes on one budget",
@@ -188,19 +163,20 @@ def _train(path, start, results, name, wait):
     costs="nothing",
 )
 def test_of_many_processes_those_that_begin_end_and_the_others_never_begin(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    start, results = fork.Event(), fork.Queue()
-    racers = [
-        fork.Process(target=_train, args=(tmp_path / "l.sqlite", start, results, f"run {n}", 0.0)) for n in range(20)
-    ]
-    for racer in racers:
-        racer.start()
-    start.set()
-    outcomes = dict(results.get(timeout=60) for _ in racers)
-    for racer in racers:
-        racer.join()
+    def train(name):
+        try:
+            account = named(tmp_path).open(name, PHASES, 15)
+        except fodp.PrivacyError as error:
+            return -1 if "left and this needs" in str(error) else str(error)
+        taken = 0
+        while taken < 15 and account.covers(taken):
+            taken += 1
+            time.sleep(0.001)
+        account.settle(taken)
+        return taken
+
+    outcomes = raced(train, [f"run {n}" for n in range(20)])
     assert set(outcomes.values()) == {15, -1}, outcomes  # all of it, or nothing
     book = named(tmp_path)
-    fitting = int(book.budget("people").capacity / book.budget("people").costs(PHASES)[15])
-    assert list(outcomes.values()).count(15) == fitting
+    assert list(outcomes.values()).count(15) == fitting(book, 15)
     assert faults(book) == []

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -12,14 +11,12 @@ from pathlib import Path
 import pytest
 
 import fodp
-from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import faults, summary
+from ledgers_for_tests import PHASES, QUICK, named, refuse_overspending, spend
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'fodp[postgres]'")
-PHASES = (Phase((Event(1.0, 35.0),), 100),)
-BUDGET = (1.0, 1e-5)
 
 
 def programs():
@@ -79,17 +76,6 @@ def address(server, tmp_path, monkeypatch):
     with psycopg.connect(f"postgresql:///postgres?host={server}&user=fodp", autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return f"postgresql:///{name}?host={server}&user=fodp"
-
-
-def named(address, **options):
-    return Ledger(address, dataset="people", budget=BUDGET, **options)
-
-
-def spend(book, run, steps=5, **said):
-    account = book.open(run, PHASES, steps, **said)
-    assert all(account.covers(step) for step in range(steps))
-    account.settle(steps)
-    return account
 
 
 def behind_its_back(address, statement):
@@ -162,10 +148,7 @@ def test_rows_cannot_be_changed_or_deleted(address):
     ],
 )
 @pytest.mark.fault(
-    "a ledger on a server edited by hand",
-    happens="refused",
-    lost="nothing, with a copy",
-    costs="nothing",
+    "a ledger on a server edited by hand", happens="refused", lost="nothing, with a copy", costs="nothing"
 )
 def test_edits_behind_its_back_grant_nothing(address, edit):
     spend(named(address), "a")
@@ -189,18 +172,6 @@ def test_rows_that_were_cut_off_are_missed(address):
         named(address)
 
 
-def _grab(address, start, results, name):
-    start.wait()
-    taken = 0
-    try:
-        book = named(address)
-        for number in range(1000):
-            account = book.open(f"{name}.{number}", (Phase(PHASES[0].events, 3),), 3)
-            taken += sum(account.covers(step) for step in range(3))
-    except fodp.PrivacyError as error:
-        results.put((taken, str(error)))
-
-
 @pytest.mark.rule(17)
 @pytest.mark.fault(
     "processes that race on a ledger on a server",
@@ -209,27 +180,11 @@ def _grab(address, start, results, name):
     costs="nothing",
 )
 def test_processes_racing_on_one_server_cannot_overspend_together(address):
-    fork = multiprocessing.get_context("fork")
-    start, results = fork.Event(), fork.Queue()
-    racers = [fork.Process(target=_grab, args=(address, start, results, name)) for name in "abcd"]
-    for racer in racers:
-        racer.start()
-    start.set()  # the tables do not exist yet either
-    outcomes = [results.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
-    assert all("left and this needs" in message for _, message in outcomes), outcomes
-    book = named(address)
-    budget = book.budget("people")
-    fitting = int(budget.capacity / budget.costs(PHASES)[1])
-    assert fitting - 3 <= sum(taken for taken, _ in outcomes) <= fitting
-    assert book.store.of_data("people").spent <= budget.capacity
-    assert faults(book) == []
+    refuse_overspending(address)  # the tables do not exist yet either
 
 
 def test_the_commands_take_its_address(address, tmp_path, capsys):
-    quick = ["--epochs", "1", "--quiet", "--noise-multiplier", "4", "--accountant", "rdp", "--threads", "1"]
-    words = ["train", *quick, "--ledger", address, "--dataset-name", "people"]
+    words = ["train", *QUICK, "--ledger", address, "--dataset-name", "people"]
     assert main([*words, "--out", str(tmp_path / "a")]) == 2
     assert "is new" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "a"), "--budget", "0.5,1e-5"]) == 0

@@ -1,25 +1,21 @@
 """An old copy of a ledger that is put back is refused, or accepted by a word that stays in it."""
 
 import json
-import multiprocessing
 import os
 
 import pytest
 
 import fodp
-from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
-
-PHASES = (Phase((Event(1.0, 35.0),), 100),)
+from ledgers_for_tests import named, raced
+from ledgers_for_tests import spend as spend_on
 
 
 def spend(path, run, steps=5):
-    book = Ledger(path, dataset="people", budget=(1.0, 1e-5))
-    account = book.open(run, PHASES, steps)
-    assert all(account.covers(step) for step in range(steps))
-    account.settle(steps)
+    book = named(path)
+    spend_on(book, run, steps)
     book.close()
 
 
@@ -86,12 +82,7 @@ def test_one_that_went_on_after_the_copy_was_put_back_is_another_history(tmp_pat
         Ledger(path)
 
 
-@pytest.mark.fault(
-    "another ledger in the place of the right one",
-    happens="refused",
-    lost="nothing",
-    costs="nothing",
-)
+@pytest.mark.fault("another ledger in the place of the right one", happens="refused", lost="nothing", costs="nothing")
 def test_another_ledger_in_its_place_is_refused(tmp_path):
     spend(tmp_path / "l.sqlite", "a")
     spend(tmp_path / "m.sqlite", "a")
@@ -116,12 +107,7 @@ def test_a_new_one_does_not_begin_where_one_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "no", None])
-@pytest.mark.fault(
-    "a damaged mark beside a ledger",
-    happens="refused: restore it",
-    lost="nothing",
-    costs="nothing",
-)
+@pytest.mark.fault("a damaged mark beside a ledger", happens="refused: restore it", lost="nothing", costs="nothing")
 def test_a_damaged_mark_is_refused(tmp_path, text):
     path, mark = tmp_path / "l.sqlite", tmp_path / "l.sqlite.mark"
     spend(path, "a")
@@ -146,25 +132,15 @@ def test_the_mark_is_for_those_who_may_use_the_ledger(tmp_path):
     assert mark.stat().st_mode & 0o777 == 0o660
 
 
-def _spend_often(path, name):
-    for number in range(15):
-        spend(path, f"{name}.{number}", 1)
-
-
 @pytest.mark.fault(
-    "processes that race to raise the mark",
-    happens="the highest stays",
-    lost="nothing",
-    costs="nothing",
+    "processes that race to raise the mark", happens="the highest stays", lost="nothing", costs="nothing"
 )
 def test_processes_that_race_never_lower_the_mark(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    racers = [fork.Process(target=_spend_often, args=(tmp_path / "l.sqlite", name)) for name in "abc"]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-        assert racer.exitcode == 0
+    def spend_often(name):
+        for number in range(15):
+            spend(tmp_path / "l.sqlite", f"{name}.{number}", 1)
+
+    raced(spend_often, "abc")
     last = Ledger(tmp_path / "l.sqlite").store.last()
     assert json.loads((tmp_path / "l.sqlite.mark").read_text())["chain"] == last.chain
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
@@ -14,26 +13,10 @@ from fodp.ledger.fingerprint import secret_file
 from fodp.own_loop import make_private
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Checkpoint
+from ledgers_for_tests import QUICK, data, losses, plan
 from sessions_for_tests import session
 
 BUDGET = (3.0, 1e-5)
-
-
-def plan(**changes):
-    base = dict(
-        sampling_rate=0.25, steps=6, lot_size=20, clip_norm=1.0, noise_multiplier=6.0, delta=1e-5, seed=7,
-        accountant="rdp", method="dp-sgd",
-    )  # fmt: skip
-    return fodp.Plan(**{**base, **changes})
-
-
-def data(number=0):
-    inputs = torch.randn(80, 6, generator=torch.Generator().manual_seed(number))
-    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
-
-
-def losses(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def ledger(tmp_path, name="people", budget=BUDGET):
@@ -42,14 +25,16 @@ def ledger(tmp_path, name="people", budget=BUDGET):
 
 def train(the_ledger, the_plan, rows=0, **options):
     torch.manual_seed(0)
-    trainer = Trainer(nn.Linear(6, 2), losses, data(rows), the_plan, ledger=the_ledger, **options)
+    trainer = Trainer(nn.Linear(6, 2), losses, data(number=rows), the_plan, ledger=the_ledger, **options)
     trainer.fit()
     return trainer
 
 
 def loop(the_ledger, the_plan, rows=0):
     model = nn.Linear(6, 2)
-    return make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data(rows), the_plan, ledger=the_ledger)
+    return make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data(number=rows), the_plan, ledger=the_ledger
+    )
 
 
 def test_what_a_repeated_seed_gives_away():
@@ -80,33 +65,24 @@ class TestRefused:
         assert len(summary(ledger(tmp_path))[0]["runs"]) == 1  # nothing was begun
         second(ledger(tmp_path), plan(seed=8))
 
-    def test_also_under_another_plan(self, tmp_path):
-        train(ledger(tmp_path), plan())
-        with pytest.raises(fodp.PrivacyError, match="used this seed"):
-            train(ledger(tmp_path), plan(steps=3, noise_multiplier=9.0, method="fo-dp-sgd"))
-
-    @pytest.mark.parametrize(("one", "other"), [(BUDGET, BUDGET), (BUDGET, None), (None, BUDGET)])
-    def test_also_on_other_data_if_either_has_a_budget(self, tmp_path, one, other):
+    @pytest.mark.parametrize(
+        ("one", "name", "other", "changes"),
+        [
+            (BUDGET, "others", BUDGET, {}),
+            (BUDGET, "others", None, {}),
+            (None, "others", BUDGET, {}),
+            (BUDGET, None, None, {}),
+            (BUDGET, "people", BUDGET, dict(steps=3, noise_multiplier=9.0, method="fo-dp-sgd")),
+        ],
+    )
+    def test_also_on_other_data_or_under_another_plan_if_either_has_a_budget(self, tmp_path, one, name, other, changes):
         train(ledger(tmp_path, "people", one), plan())
         with pytest.raises(fodp.PrivacyError, match=r"'people'.* used this seed"):
-            train(ledger(tmp_path, "others", other), plan(), rows=1)
-
-    def test_also_for_unnamed_data(self, tmp_path):
-        train(ledger(tmp_path), plan())
-        with pytest.raises(fodp.PrivacyError, match="used this seed"):
-            train(Ledger(tmp_path / "l.sqlite"), plan(), rows=1)
+            train(ledger(tmp_path, name, other), plan(**changes), rows=1)
 
     def test_by_the_command_before_it_makes_a_folder(self, tmp_path, capsys):
-        words = [
-            "train",
-            "--epochs=1",
-            "--quiet",
-            "--noise-multiplier=9",
-            "--accountant=rdp",
-            "--threads=1",
-            "--seed=3",
-        ]
-        words += ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name=people", "--budget=3,1e-5"]
+        words = ["train", *QUICK, "--seed=3"]
+        words += ["--ledger", str(tmp_path / "l.sqlite"), "--dataset-name=people", "--budget=30,1e-5"]
         assert main([*words, "--out", str(tmp_path / "a")]) == 0
         assert main([*words, "--out", str(tmp_path / "b")]) == 2
         assert "used this seed" in capsys.readouterr().err
@@ -128,13 +104,10 @@ class TestRefused:
 
 
 class TestTaken:
-    def test_runs_without_any_budget(self, tmp_path):
+    @pytest.mark.parametrize(("budget", "seed"), [(None, 7), (BUDGET, None)])
+    def test_runs_without_a_budget_or_a_seed(self, tmp_path, budget, seed):
         for _ in range(2):
-            train(ledger(tmp_path, budget=None), plan())
-
-    def test_secure_runs(self, tmp_path):
-        for _ in range(2):
-            train(ledger(tmp_path), plan(seed=None))
+            train(ledger(tmp_path, budget=budget), plan(seed=seed))
 
     def test_the_same_run_resumed_or_replayed(self, tmp_path):
         done = train(ledger(tmp_path), plan(), callbacks=[Checkpoint(tmp_path / "c.pt", every=100)])

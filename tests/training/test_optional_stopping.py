@@ -153,9 +153,7 @@ class TestBudget:
                     trainer.ledger.release(trainer.run_id)
                     store, account = trainer.ledger.store, trainer.course.account
                     with store.writing():
-                        store.append(
-                            "run", "people", "other", steps=1, rdp=0.99 * account.budget.capacity
-                        )
+                        store.append("run", "people", "other", steps=1, rdp=0.99 * account.budget.capacity)
 
         budget = (1.05 * plan().epsilon(), 1e-5)
         cut = trainer(ledger=self.ledger(tmp_path, budget), callbacks=[Others()])

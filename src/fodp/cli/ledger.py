@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fodp import _checks
 from fodp._checks import BudgetError, ConfigurationError, LedgerError
+from fodp._files import is_address
 from fodp.cli.job import add_import
 
 if TYPE_CHECKING:
@@ -74,11 +75,6 @@ def parse_budget(text: str) -> tuple[float, float]:
     return epsilon, delta
 
 
-def is_address(path: str) -> bool:
-    """Is this the address of a ledger on a server? The same as in `fodp.ledger`, without loading that."""
-    return path.startswith(("postgresql://", "postgres://"))
-
-
 def with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The configuration with the ledger that runs share, if one was said, and its budget checked."""
     if options.ledger is not None:
@@ -98,9 +94,7 @@ def with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str
 def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budget: bool) -> None:
     """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
     from fodp.ledger import Ledger
-    from fodp.ledger.header import NoLedger
-    from fodp.ledger.pages import known_names
-    from fodp.ledger.rows import DataState
+    from fodp.ledger.rows import DataState, NoLedger
 
     if budget is not None or no_budget:
         return
@@ -109,7 +103,7 @@ def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budg
     except NoLedger:
         ledger = None
     if ledger is None or ledger.store.of_data(dataset) == DataState():
-        known = "" if ledger is None else known_names(ledger)
+        known = "" if ledger is None else ledger.names()
         told = f"knows {known}" if known else "is new"
         raise BudgetError(
             f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
@@ -150,16 +144,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _records(ledger: "Ledger", dataset: str | None) -> list[dict[str, Any]]:
     from fodp.ledger.card import summary
-    from fodp.ledger.pages import known_names
 
-    records = summary(ledger, dataset)
-    if dataset is not None and not records:
-        raise LedgerError(f"{ledger.path} knows no data set {dataset!r}; it knows {known_names(ledger) or 'none'}")
-    return records
+    if dataset is not None:
+        ledger.known(dataset)
+    return summary(ledger, dataset)
 
 
 def _show(options: argparse.Namespace, ledger: "Ledger") -> int:
-    from fodp.ledger.pages import overview
+    from fodp.ledger.card import overview
 
     records = overview(ledger, options.dataset_name, None if options.all else options.page)
     print(json.dumps(records)) if options.json else _table(records)

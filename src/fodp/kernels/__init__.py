@@ -1,11 +1,9 @@
-"""Hot loops in C, compiled once per machine where a C compiler exists: normals (`normals.c`), the pass over a memory
-(`recall.c`), squared norms (`squares.c`), norms and sums of an embedding's gradients (`tables.c`). What each of them
-saves is in docs/performance.md.
+"""Two hot loops in C (`loops.c`): Gaussian noise, and the pass over a memory. docs/performance.md says what each saves.
 
-Each does in one reading of memory what NumPy or PyTorch do in several. Their callers hold the same arithmetic
-in NumPy or PyTorch, which is the reference and the fallback; results agree to float rounding. The loops are
-compiled at their first use (a second or two) into the user's cache folder and are used only if they reproduce the
-reference (`checks.py`). `FODP_KERNELS=0` in the environment does without them.
+Each reads memory once where NumPy or PyTorch read it several times. The callers hold the same arithmetic in NumPy or
+PyTorch, which is the reference and the fallback; results agree to float rounding. The loops are compiled at their first
+use (a second or two) into the user's cache folder, once per machine, where a C compiler exists. They are used only if
+they reproduce the reference (`checks.py`). With `FODP_KERNELS=0` in the environment they are not used.
 """
 
 import functools
@@ -24,7 +22,7 @@ import torch
 from fodp.kernels.checks import is_right
 from fodp.kernels.library import Library
 
-SOURCES = {file.name: file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
+SOURCE = Path(__file__).with_name("loops.c").read_text(encoding="utf-8")
 
 _FLAGS = "-O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp-simd -shared -fPIC -Wno-psabi"
 
@@ -42,16 +40,11 @@ def library() -> Library | None:
 
 
 def library_for(*tensors: torch.Tensor) -> Library | None:
-    """The compiled loops, None also if they cannot read these tensors."""
-    return library() if can_read(*tensors) else None
-
-
-def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether compiled loops can read these: float32 in main memory, side by side, and at least one number."""
-    for tensor in tensors:  # no generator: this is asked a dozen times in every step
+    """The compiled loops; None unless these tensors are float32 in main memory, contiguous and not empty."""
+    for tensor in tensors:
         if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.numel() == 0 or not tensor.is_contiguous():
-            return False
-    return True
+            return None
+    return library()
 
 
 def _compiled() -> Path:
@@ -61,17 +54,15 @@ def _compiled() -> Path:
         raise OSError("no C compiler")
     processors = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = "".join(sorted({line for line in processors if line.startswith(("flags", "Features"))}))
-    identity = "\n".join([*SOURCES.values(), _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
+    identity = "\n".join([SOURCE, _FLAGS, os.path.realpath(compiler), platform.machine(), cpu])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fodp"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            for name, text in SOURCES.items():
-                Path(scratch, name).write_text(text, encoding="utf-8")
-            result = Path(scratch, "kernels.so")
-            files = sorted(str(file) for file in Path(scratch).glob("*.c"))
-            command = [compiler, *_FLAGS.split(), *files, "-o", str(result), "-lm"]
+            source, result = Path(scratch, "loops.c"), Path(scratch, "kernels.so")
+            source.write_text(SOURCE, encoding="utf-8")
+            command = [compiler, *_FLAGS.split(), str(source), "-o", str(result), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             os.replace(result, path)  # at once: other processes may be doing the same
     for owned in (folder, path):  # nobody else may have put it there

@@ -8,12 +8,12 @@ import numpy as np
 from fodp._checks import LedgerError
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.releases import Floats
-from fodp.ledger.replays import CAUSES, Digests, Tail, digest, known, to_data
+from fodp.ledger.replays import TAKEN_OVER, ReleaseLog
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
 
-# Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 100 writes'
-# time, so that writing settles at about 1% of the run; rounded up to a power of two, so up to twice as long.
+# Steps are reserved for this many seconds ahead, or for longer where a durable write is slow: 100 writes' time, so that
+# writing settles at about 1% of the run; rounded up to a power of two, so up to twice as long.
 _AHEAD, _AT_MOST, _WRITES = 0.5, 10.0, 100
 
 
@@ -24,40 +24,16 @@ class Account:
     """
 
     def __init__(
-        self,
-        store: Store,
-        opened: Entry,
-        costs: Floats | None,
-        budget: RenyiBudget | None,
-        last: int,
-        charged: int,
-        data_changed: bool,
-        unused_from: int | None = None,
+        self, store: Store, opened: Entry, costs: Floats | None, budget: RenyiBudget | None, last: int, changed: bool
     ):
-        self._store, self._opened, self._costs, self._budget, self._last = store, opened, costs, budget, last
-        self._before = self._granted = charged
-        self.data_changed = data_changed
+        self._store, self._opened, self._costs, self._last = store, opened, costs, last
+        self.budget, self.data_changed = budget, changed  # the budget that guards the data, if there is one
+        self._before = self.charged = opened.of_run.steps or 0  # how many of the run's steps count as used
         self.position = (opened.id, opened.chain)
         self._asked: tuple[float, int] | None = None  # when was the last block granted, at which step
         self._write_seconds = 0.0
-        # Of a seeded run, whose releases are witnessed: charged steps from here on that have no hash were never used.
-        self._unused_from = unused_from
-        self._known: Digests | None = None  # of steps that earlier processes took; read when it is asked for
-        self._pending: Digests = {}  # hashes of releases that are in no row yet
-        self._witnessed = unused_from or 0  # from here on this process has witnessed none
-        self._tail, self._settled = Tail(store, opened.run, opened.id), False
-        if unused_from is not None:
-            self._tail.open()
-
-    @property
-    def budget(self) -> RenyiBudget | None:
-        """The budget that guards the run's data, if there is one."""
-        return self._budget
-
-    @property
-    def charged(self) -> int:
-        """How many of the run's steps count as used."""
-        return self._granted
+        self._settled = False
+        self._log = ReleaseLog(store, opened) if opened.data.get("unused_from") is not None else None  # of a seeded run
 
     def covers(self, step: int) -> bool:
         """May step number `step` (from 0) be taken? Reserves it, and some more, if need be; no if the budget is spent.
@@ -65,75 +41,31 @@ class Account:
         Steps that were charged before, by a run that is now replayed from a seed, are not charged again: see `witness`.
         """
         self._store.refuse_other_process()
-        if step < self._granted and not self._settled:
+        if step < self.charged and not self._settled:
             return True
-        if self._unused_from is not None:
-            self._tail.open()  # again, where the run has settled
-        started = time.perf_counter()
+        if self._log is not None:
+            self._log.open()  # again, where the run has settled
+        started, wanted = time.perf_counter(), self.charged
         with self._store.writing():
             self._refuse_lost_hold()
-            wanted = min(step + self._block(started, step), self._last)
-            if self._costs is not None and self._budget is not None:
-                left = self._budget.capacity - self._store.others_taken(self._opened.dataset, self._opened.run)
-                free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
-                wanted = min(wanted, int(np.searchsorted(self._costs, free, side="right")) - 1)
-            wanted = max(wanted, self._granted)
+            wanted = max(wanted, min(step + self._block(started, step), self._last, self._affordable()))
             # Also to go on below: a run that has settled says by its last row that it takes no steps.
-            entry = self._append("reserve", wanted) if wanted > self._granted or step < self._granted else None
+            entry = self._append("reserve", wanted) if wanted > self.charged or step < self.charged else None
         if entry is not None:
-            self._settled, self._granted, self.position = False, wanted, (entry.id, entry.chain)
-            self._written()
+            self._written(entry)
         self._asked, self._write_seconds = (time.perf_counter(), step), time.perf_counter() - started
-        return step < self._granted
+        return step < self.charged
 
     def settle(self, steps: int) -> None:
         """The training has stopped in good order after `steps` steps: give back what was reserved and not used."""
         # An earlier process may have got further: that stays charged. Steps that were jumped over were never granted.
-        used = max(min(steps, self._granted), self._before)
         with self._store.writing():
             self._refuse_lost_hold()
-            entry = self._append("settle", used)
-        self._granted, self._asked, self.position, self._settled = used, None, (entry.id, entry.chain), True
-        self._written()
-        self._tail.remove()
-
-    def repeats(self, step: int) -> bool:
-        """May the charged steps from this one on be taken again? Only where it is known what each released."""
-        found, first_unused = self._known_steps(), self._unused_from or 0
-        return all(place in found for place in range(step, min(first_unused, self._before)))
-
-    def witness(self, step: int, tags: bytes) -> None:
-        """Write down what a step of a seeded run is about to use; `tags` are hashes of what it released.
-
-        A step that was witnessed before must have released the same, to the last bit: the noise is the same, and on
-        another sum it would be taken off by whoever sees both.
-        """
-        self._store.refuse_other_process()
-        hashed, before = digest(self._store, self._opened.run, step, tags), self._known_steps().get(step)
-        if before is None and step >= self._witnessed:
-            self._tail.add(step, hashed)
-            self._pending[step], self._witnessed = hashed, step + 1
-        elif before is None:
-            raise LedgerError(
-                f"step {step} of this seeded run was charged, and the ledger does not know what it released, so it "
-                "cannot be repeated: go on from a checkpoint, or start a new run with another seed"
-            )
-        elif before != hashed:
-            raise LedgerError(
-                f"step {step} of this seeded run was charged before, and it would now release something else under the "
-                "same noise: who sees both takes the noise off. What has changed since? It may be "
-                f"{CAUSES}. Resume with everything as it was, or start a new run with another seed"
-            )
-
-    def _known_steps(self) -> Digests:
-        if self._known is None:
-            self._known = known(self._store, self._opened.run, 0) if self._before else {}
-        return self._known
-
-    def _written(self) -> None:
-        """What was pending is in a row, and on the disk."""
-        self._pending.clear()
-        self._tail.clear()
+            entry = self._append("settle", max(min(steps, self.charged), self._before))
+        self._written(entry)
+        self._asked, self._settled = None, True
+        if self._log is not None:
+            self._log.remove()
 
     def note_checkpoint(self, step: int, file_digest: str) -> None:
         """Remember a checkpoint that is about to get its name."""
@@ -141,7 +73,30 @@ class Account:
             self._refuse_lost_hold()
             data = {"step": step, "digest": file_digest, **self._released()}
             self._store.append("checkpoint", self._opened.dataset, self._opened.run, data=data)
-        self._written()
+        self._forget_pending()
+
+    def repeats(self, step: int) -> bool:
+        """May the charged steps from this one on be taken again? Of a seeded run, if it is known what each released."""
+        return self._log is None or self._log.repeats(step)
+
+    def witness(self, step: int, tags: bytes) -> None:
+        """Write down what a step of a seeded run is about to use; `tags` are hashes of what it released.
+
+        A step that was witnessed before must have released the same, to the last bit: the noise is the same, and who
+        sees it on two different sums takes it off.
+        """
+        self._store.refuse_other_process()
+        if self._log is None:
+            raise LedgerError("this run was not opened as a seeded one, so its steps have no witness")
+        self._log.see(step, tags)
+
+    def _affordable(self) -> int:
+        """How many steps of the run fit into what others leave of the budget."""
+        if self._costs is None or self.budget is None:
+            return self._last
+        left = self.budget.capacity - self._store.others_taken(self._opened.dataset, self._opened.run)
+        free = max(left, self._store.of_run(self._opened.run).hold or 0.0)  # rounding may say less than is held
+        return int(np.searchsorted(self._costs, free, side="right")) - 1
 
     def _append(self, kind: str, steps: int) -> Entry:
         rdp = None if self._costs is None else float(self._costs[steps])
@@ -149,8 +104,16 @@ class Account:
         return self._store.append(kind, self._opened.dataset, self._opened.run, steps=steps, rdp=rdp, data=data)
 
     def _released(self) -> dict[str, Any]:
-        """What a row says of a seeded run's steps since the row before."""
-        return to_data(self._pending) if self._unused_from is not None else {}
+        return {} if self._log is None else self._log.pending()
+
+    def _written(self, entry: Entry) -> None:
+        """A row that says how many steps count as used is on the disk."""
+        self._settled, self.charged, self.position = False, entry.steps or 0, (entry.id, entry.chain)
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        if self._log is not None:
+            self._log.forget_pending()
 
     def _block(self, now: float, step: int) -> int:
         if self._asked is None or step <= self._asked[1]:
@@ -163,4 +126,4 @@ class Account:
 
     def _refuse_lost_hold(self) -> None:
         if self._store.of_run(self._opened.run).opened != self._opened.id:
-            raise LedgerError("this run was resumed by another process, which goes on with it: this one stops here")
+            raise LedgerError(TAKEN_OVER)

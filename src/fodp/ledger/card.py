@@ -1,20 +1,26 @@
-"""What a ledger says: who spent what, when and on what, what is left, and whether the file can be believed."""
+"""What a ledger says: who spent what, when and on what, and what is left: as records, by page, as a privacy card."""
 
+import dataclasses
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from fodp import accounting
+from fodp import _checks, accounting
 from fodp.accounting import Phase, phases_from_data, rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.renyi import epsilon_from_rdp
 from fodp.described import Described
-from fodp.ledger.book import Ledger
+from fodp.ledger.book import DATASETS, Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
 from fodp.ledger.holds import when
 from fodp.ledger.rows import DataState, Entry
 
+ON_A_PAGE = 25  # runs of each data set
+Record = dict[str, Any]
+Budget = RenyiBudget | None
 _DELTAS = (1e-5, 1e-6, 1e-8)
 _NOT_COVERED = (
     "what was trained on this data without this ledger, or under another name; a choice of hyper-parameters made by "
@@ -31,7 +37,26 @@ def not_covered(unit: str) -> str:
     return _NOT_COVERED.format(people=people)
 
 
-def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
+def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -> list[Record]:
+    """One record per data set: its budget, how many runs it has, and those on this page, newest first; None is all.
+
+    Reads no more than it shows, however large the ledger is.
+    """
+    if page is not None:
+        _checks.at_least_zero("page", page - 1)
+    store = ledger.store
+    found: Iterable[tuple[str, DataState]] = itertools.islice(store.datasets(), None if page is None else DATASETS)
+    records = []
+    for name, state in found if dataset is None else [(dataset, ledger.known(dataset))]:
+        shown = (state.runs, 0) if page is None else (ON_A_PAGE, (page - 1) * ON_A_PAGE)
+        begun, unit = store.begun(name, *shown), ledger.unit(name) or "record"
+        record = _record(name, unit, ledger.budget(name), state, begun, lambda e: store.entry(store.of_run(e.run).used))
+        pages = max(1, math.ceil(state.runs / ON_A_PAGE))
+        records.append({**record, "run_count": state.runs, "page": page, "pages": pages})
+    return records
+
+
+def summary(ledger: Ledger, dataset: str | None = None) -> list[Record]:
     """One record per data set: its budget, its runs and selections, and ε at several δ. Changes nothing."""
     rows: dict[str, list[Entry]] = defaultdict(list)
     names: dict[str, set[str]] = defaultdict(set)  # that one fingerprint goes by
@@ -43,19 +68,16 @@ def summary(ledger: Ledger, dataset: str | None = None) -> list[dict[str, Any]]:
         rows[entry.dataset].append(entry)
         if entry.kind == "data":
             names[entry.data["fingerprint"]].add(entry.dataset)
-    return [
-        {
-            **_of_dataset(name, ledger.budget(name), rows[name]),
-            "also_known_as": _others(name, names.values()),
-            "rollbacks": rollbacks,
-        }
-        for name in rows
-        if dataset in (None, name)
-    ]
+    records = []
+    for name in rows if dataset is None else [dataset] if dataset in rows else []:
+        others = sorted({other for group in names.values() if name in group for other in group} - {name})
+        record = _of_dataset(name, ledger.budget(name), rows[name])
+        records.append({**record, "also_known_as": others, "rollbacks": rollbacks})
+    return records
 
 
-def card(record: dict[str, Any]) -> str:
-    """The privacy card of one data set in plain text."""
+def card(record: Record) -> str:
+    """The privacy card of one data set, a record of `summary`, in plain text."""
     lines = [f"Privacy card of the data set {record['dataset']!r}", ""]
     budget = record["budget"]
     if budget is not None:
@@ -107,7 +129,7 @@ def card(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _how(record: dict[str, Any]) -> list[str]:
+def _how(record: Record) -> list[str]:
     """How the runs drew lots and made noise; what several say alike is said once."""
     said: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for one in (*record["runs"], *record["selections"]):
@@ -119,30 +141,38 @@ def _how(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_dataset(name: str, budget: RenyiBudget | None, rows: list[Entry]) -> dict[str, Any]:
+def _of_dataset(name: str, budget: Budget, rows: list[Entry]) -> Record:
     last: dict[str, Entry] = {entry.run: entry for entry in rows if entry.steps is not None}
-    begun = [entry for entry in rows if entry.kind == "run"]
-    selected = [entry for entry in rows if entry.kind == "selection"]
-    deltas, unit = _deltas(budget), "person" if any(entry.kind == "unit" for entry in rows) else "record"
-    used = [phase for entry in begun for phase in _covered(entry, last[entry.run], budget)]
+    begun = [entry for entry in rows if entry.kind in ("run", "selection")]
+    selected, unit = (
+        [e for e in begun if e.kind == "selection"],
+        "person" if any(e.kind == "unit" for e in rows) else "record",
+    )
+    used = [phase for e in begun if e.kind == "run" for phase in _covered(e, last[e.run], budget)]
     return {
-        "dataset": name,
-        "unit": unit,
-        "budget": None if budget is None else budget_record(budget, rows[-1].of_data),
-        "epsilons": {delta: _together(used, selected, delta) for delta in deltas},
+        **_record(name, unit, budget, rows[-1].of_data, begun, lambda entry: last[entry.run]),
+        "epsilons": {delta: _together(used, selected, delta) for delta in _deltas(budget)},
         "accountant": "privacy loss distributions" if not selected else "Rényi DP",
-        "runs": [run_record(entry, last[entry.run], budget) for entry in begun],
-        "selections": [selection_record(entry, budget, unit) for entry in selected],
         "changes": [when(e) for e in rows if e.kind == "data" and e.data["allowed_change"]],
     }
 
 
-def budget_record(budget: RenyiBudget, state: DataState) -> dict[str, Any]:
-    """What is said of a budget and of what runs have left of it."""
+def _record(
+    name: str, unit: str, budget: Budget, state: DataState, begun: list[Entry], last: Callable[[Entry], Entry]
+) -> Record:
+    """What is said of a data set, of the runs and selections that were `begun`, and of what is left."""
     return {
-        "epsilon": budget.epsilon,
-        "delta": budget.delta,
-        "order": budget.order,
+        "dataset": name,
+        "unit": unit,
+        "budget": None if budget is None else _left(budget, state),
+        "runs": [_run(entry, last(entry), budget) for entry in begun if entry.kind == "run"],
+        "selections": [_selection(entry, budget, unit) for entry in begun if entry.kind == "selection"],
+    }
+
+
+def _left(budget: RenyiBudget, state: DataState) -> Record:
+    return {
+        **dataclasses.asdict(budget),
         "spent": state.spent / budget.capacity,
         "held": (state.taken - state.spent) / budget.capacity,
         "left": max(0.0, 1 - state.taken / budget.capacity),
@@ -150,50 +180,53 @@ def budget_record(budget: RenyiBudget, state: DataState) -> dict[str, Any]:
     }
 
 
-def _deltas(budget: RenyiBudget | None) -> list[float]:
+def _deltas(budget: Budget) -> list[float]:
     return sorted({*_DELTAS, *([budget.delta] if budget else [])}, reverse=True)
 
 
-def _others(name: str, groups: Iterable[set[str]]) -> list[str]:
-    return sorted({other for group in groups if name in group for other in group} - {name})
-
-
-def run_record(first: Entry, last: Entry, budget: RenyiBudget | None) -> dict[str, Any]:
+def _run(first: Entry, last: Entry, budget: Budget) -> Record:
     """What is said of one run, from the row that began it and the newest one that says what it used."""
     delta = float(first.data["about"].get("delta", _DELTAS[0] if budget is None else budget.delta))
+    phases, planned, used = phases_from_data(first.data["phases"]), first.data["planned"], last.steps or 0
+    stopped = budget is None and last.kind == "settle" and used < planned
+    epsilon = accounting.epsilon_of(_covered(first, last, None), delta)  # whatever made it stop
+    if used < planned and budget is not None and budget.delta <= delta:
+        epsilon = min(epsilon, budget.epsilon)
+    state = "ended in order" if last.kind == "settle" else "running, or crashed"
     return {
-        "run": first.run,
-        "who": first.data["who"],
-        "began": when(first),
+        **_common(first, last, budget, phases, first.data["about"]),
         "last": when(last),
         "about": first.data["about"],
-        "planned": first.data["planned"],
+        "planned": planned,
         "steps": last.steps,
-        "state": _state(first, last, budget),
-        "stopped_early": _stopped_early(first, last, budget),
-        "epsilon": _epsilon(first, last, budget, delta),
+        "state": "stopped early without a budget: epsilon is that of all its planned steps" if stopped else state,
+        "stopped_early": stopped,
+        "epsilon": epsilon,
         "delta": delta,
-        "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
-        "events": first.data["phases"],
-        "described": list(Described.of_run(phases_from_data(first.data["phases"]), first.data["about"]).sentences()),
     }
 
 
-def selection_record(entry: Entry, budget: RenyiBudget | None, unit: str) -> dict[str, Any]:
+def _selection(entry: Entry, budget: Budget, unit: str) -> Record:
     """What is said of one selection."""
     repetitions, phases = repeated(entry)
     delta = max(_DELTAS) if budget is None else budget.delta
     return {
-        "run": entry.run,
-        "who": entry.data["who"],
-        "began": when(entry),
+        **_common(entry, entry, budget, phases, {"unit": unit}),
         "mean": entry.data["mean"],
         "shape": entry.data["shape"],
         "epsilon": repetitions.epsilon(phases, delta),
         "delta": delta,
-        "share": None if budget is None else (entry.rdp or 0.0) / budget.capacity,
-        "events": entry.data["phases"],
-        "described": list(Described.of_run(phases, {"unit": unit}).sentences()),
+    }
+
+
+def _common(first: Entry, last: Entry, budget: Budget, phases: tuple[Phase, ...], about: Record) -> Record:
+    return {
+        "run": first.run,
+        "who": first.data["who"],
+        "began": when(first),
+        "share": None if budget is None else (last.rdp or 0.0) / budget.capacity,
+        "events": first.data["phases"],
+        "described": list(Described.of_run(phases, about).sentences()),
     }
 
 
@@ -208,31 +241,13 @@ def _together(used: list[Phase], selected: list[Entry], delta: float) -> float:
     return epsilon_from_rdp(rdp, delta)
 
 
-def _covered(first: Entry, last: Entry, budget: RenyiBudget | None) -> tuple[Phase, ...]:
+def _covered(first: Entry, last: Entry, budget: Budget) -> tuple[Phase, ...]:
     """What a run counts as having released: the steps used, and without a budget all that were fixed beforehand.
 
     Where a run stopped may tell what it saw; the steps up to there cost what they cost only to a filter.
     """
     phases, used, planned = phases_from_data(first.data["phases"]), last.steps or 0, first.data["planned"]
     return accounting.truncate(phases, used if budget is not None else max(used, planned))
-
-
-def _epsilon(first: Entry, last: Entry, budget: RenyiBudget | None, delta: float) -> float:
-    """The run's own ε, whatever made it stop: of all steps that were fixed beforehand, or the budget's if smaller."""
-    whole = accounting.epsilon_of(_covered(first, last, None), delta)
-    unfinished = (last.steps or 0) < first.data["planned"]
-    return min(whole, budget.epsilon) if unfinished and budget is not None and budget.delta <= delta else whole
-
-
-def _stopped_early(first: Entry, last: Entry, budget: RenyiBudget | None) -> bool:
-    """Did it end before the end that was fixed beforehand, with no budget to cover that?"""
-    return budget is None and last.kind == "settle" and (last.steps or 0) < first.data["planned"]
-
-
-def _state(first: Entry, last: Entry, budget: RenyiBudget | None) -> str:
-    if _stopped_early(first, last, budget):
-        return "stopped early without a budget: epsilon is that of all its planned steps"
-    return "ended in order" if last.kind == "settle" else "running, or crashed"
 
 
 def _pairs(epsilons: dict[float, float]) -> str:

@@ -4,6 +4,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from fodp.accounting import Phase, phases_from_data
@@ -22,10 +23,7 @@ def faults(ledger: Ledger, tick: Callable[[], object] = lambda: None) -> list[st
     """
     store, sums = ledger.store, _Sums()
     found = store.faults()
-    for fault in store.chain_faults(tick=tick):
-        found.append(fault)
-        if len(found) >= _MOST:
-            break
+    found += islice(store.chain_faults(tick=tick), _MOST)
     if found:
         return found  # the rest would be computed from numbers that are not ours
     for row in store.raw_rows():
@@ -49,9 +47,8 @@ class _Sums:
     def faults(self, entry: Entry) -> list[str]:
         """What is wrong with the next row."""
         before = self._runs[entry.run] if entry.run else RunState()
-        expected = states_after(
-            entry.id, entry.kind, entry.steps, entry.rdp, entry.data, self._data[entry.dataset], before
-        )
+        words = (entry.id, entry.kind, entry.steps, entry.rdp, entry.data)
+        expected = states_after(*words, self._data[entry.dataset], before)
         self._data[entry.dataset] = entry.of_data
         if entry.run:
             self._runs[entry.run] = entry.of_run

@@ -18,7 +18,7 @@ _SHORTEST, _LONGEST = 0.2, 5.0  # seconds between two looks
 
 
 class NoRoom(BudgetError):
-    """The budget has no room for a run; `later` says whether it has when those who hold some give it back."""
+    """The budget has no room for a run; `later` says whether there is room when those who hold some give it back."""
 
     def __init__(self, text: str, *, later: bool):
         super().__init__(text)
@@ -61,16 +61,12 @@ def holds(store: Store, dataset: str, back: int | None = None) -> list[Hold]:
 
 
 def told(store: Store, dataset: str, budget: RenyiBudget) -> str:
-    """Who holds what, as the end of a message: the newest of them, since nobody waits for an answer in here."""
-    holders, found = store.of_data(dataset).holders, holds(store, dataset, back=_BACK)
+    """Who holds what, as the end of a message: the newest holders only, so that a refusal is quick."""
+    holders, found = store.of_data(dataset).holders, holds(store, dataset, back=_BACK)[:_SHOWN]
     if not holders:
         return ""
-    shown = [
-        f"{hold.unused / budget.capacity:.1%} by {hold.who} for run {hold.run[:12]} since {hold.since}"
-        for hold in found[:_SHOWN]
-    ]
-    if holders > len(shown):
-        shown.append(f"the rest by {holders - len(shown)} more")
+    shown = [f"{h.unused / budget.capacity:.1%} by {h.who} for run {h.run[:12]} since {h.since}" for h in found]
+    shown += [f"the rest by {holders - len(shown)} more"] if holders > len(shown) else []
     return (
         f". Held for steps to come: {'; '.join(shown)}. What they do not use they give back when they end: wait for it "
         f"(--wait, wait=seconds); `fodp ledger release {store.path} RUN` gives back what a dead run holds"

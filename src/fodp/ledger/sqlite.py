@@ -1,44 +1,27 @@
-"""The ledger's rows in one SQLite file.
-
-Whatever is looked for is looked for in two indexes, which lie on different pages, and both must say the same: a
-damaged index can hide a row, and what is not there has no checksum.
-"""
+"""The ledger's rows in one SQLite file."""
 
 import os
 import secrets
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fodp._checks import LedgerError
 from fodp._files import atomically
-from fodp.ledger.header import RESTORE, Header, NoLedger
-from fodp.ledger.rows import Raw
+from fodp.ledger.database import FOUND_BY, Database
+from fodp.ledger.rows import RESTORE, Header, NoLedger
 
 VERSION = 3
-_TABLE = """CREATE TABLE entries (
-    id INTEGER PRIMARY KEY,
-    at REAL NOT NULL,
-    kind TEXT NOT NULL,
-    dataset TEXT NOT NULL,
-    run TEXT NOT NULL,
-    steps INTEGER,
-    rdp REAL,
-    data TEXT NOT NULL,
-    state TEXT NOT NULL,
-    by_dataset INTEGER NOT NULL,
-    by_run INTEGER NOT NULL,
-    by_mark INTEGER,
-    chain TEXT NOT NULL,
-    seal TEXT NOT NULL
-)"""
+_COLUMNS = (
+    "id INTEGER PRIMARY KEY", "at REAL NOT NULL", "kind TEXT NOT NULL", "dataset TEXT NOT NULL", "run TEXT NOT NULL",
+    "steps INTEGER", "rdp REAL", "data TEXT NOT NULL", "state TEXT NOT NULL", "by_dataset INTEGER NOT NULL",
+    "by_run INTEGER NOT NULL", "by_mark INTEGER", "chain TEXT NOT NULL", "seal TEXT NOT NULL",
+)  # fmt: skip
+_TABLE = "CREATE TABLE entries (\n    " + ",\n    ".join(_COLUMNS) + "\n)"  # to the letter: it is compared
 _ABORT = "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END"
-_FOUND_BY = ("by_dataset", "by_run", "by_mark")
 _TRIGGERS = {
     "no_update": f"CREATE TRIGGER no_update BEFORE UPDATE ON entries {_ABORT}",
     "no_delete": f"CREATE TRIGGER no_delete BEFORE DELETE ON entries {_ABORT}",
@@ -49,11 +32,7 @@ _SCHEMA = {
     "header": "CREATE TABLE header (identity TEXT NOT NULL, key TEXT NOT NULL, seal TEXT NOT NULL)",
     "entries": _TABLE,
     "by_id": "CREATE INDEX by_id ON entries (id)",
-    **{
-        name: f"CREATE INDEX {name} ON entries ({column})"
-        for column in _FOUND_BY
-        for name in (f"{column}_1", f"{column}_2")
-    },
+    **{f"{name}_{n}": f"CREATE INDEX {name}_{n} ON entries ({name})" for name in FOUND_BY for n in (1, 2)},
     **_TRIGGERS,
 }
 _DAMAGED = tuple(
@@ -65,10 +44,10 @@ _SMALL = 2**20  # bytes: SQLite's own check of such a file takes milliseconds
 
 
 class _Patient(sqlite3.Connection):
-    """Waits as long as another process holds the file, a database browser perhaps; says so after some seconds.
+    """Waits as long as another process, perhaps a database browser, holds the file; says so after some seconds.
 
-    A run that has trained for hours must not end because somebody looks at its ledger. SQLite itself waits a second at
-    a time, in between signals are heard.
+    A run that has trained for hours must not end because somebody looks at its ledger. SQLite itself waits one second
+    at a time; in between, signals are heard.
     """
 
     def execute(self, *statement: Any) -> sqlite3.Cursor:
@@ -90,8 +69,22 @@ class _Patient(sqlite3.Connection):
                 )
 
 
-class SQLiteRows:
-    """The file. Nothing here is believed: the store checks the seals of the rows it is given."""
+class SQLiteRows(Database):
+    """The file."""
+
+    path: Path
+    errors = (sqlite3.Error, UnicodeError)  # UnicodeError: a message that cites what is damaged
+    begin_reading, begin_writing = "BEGIN", "BEGIN IMMEDIATE"
+    table, headers, place = "entries", "header", "?"
+    rows_as_they_lie, rows_by_dataset = "entries NOT INDEXED", "entries INDEXED BY by_dataset_1"
+    newest_twice = (
+        "SELECT id FROM entries NOT INDEXED ORDER BY id DESC LIMIT 1",
+        "SELECT id FROM entries INDEXED BY by_id WHERE id > 0 ORDER BY id DESC LIMIT 1",
+    )
+    found_twice = (
+        "SELECT id FROM entries INDEXED BY {column}_1 WHERE {column} = ? ORDER BY id DESC LIMIT ?",
+        "SELECT id FROM entries INDEXED BY {column}_2 WHERE {column} = ? ORDER BY id DESC LIMIT ?",
+    )
 
     def __init__(self, path: Path, *, create: bool, verify: bool):
         self.path = path
@@ -102,122 +95,39 @@ class SQLiteRows:
             if not path.exists():
                 _create(path)
             # Never creates: a file that vanished in between must not come back empty.
-            self._connection = sqlite3.connect(
-                f"file:{quote(os.fsencode(path))}?mode=rw",
-                uri=True,
-                isolation_level=None,
-                timeout=1.0,
-                factory=_Patient,
-                check_same_thread=False,
-            )
+            name = f"file:{quote(os.fsencode(path))}?mode=rw"
+            words: Any = dict(uri=True, isolation_level=None, timeout=1.0, check_same_thread=False)
+            self._connection = sqlite3.connect(name, factory=_Patient, **words)
             # Text that is damaged is no reason to fail where it is read: its row's seal will not fit.
             self._connection.text_factory = lambda text: text.decode("utf-8", "replace")
             # On disk before the release is used; EXTRA survives a power cut right after the commit too.
-            self._connection.execute("PRAGMA synchronous = EXTRA")
+            self._execute("PRAGMA synchronous = EXTRA")
             self._refuse_other_version()
         if verify:
-            found = self._faults_of_schema() or self._quick_faults()
-            if found:
-                raise LedgerError(f"the ledger {path} is damaged ({found[0]}): {RESTORE}")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
-
-    def header(self) -> Header:
-        """Which ledger this is, and its key."""
-        with self.plainly():
-            rows = self._connection.execute("SELECT identity, key, seal FROM header").fetchall()
-        return Header.read(rows, str(self.path))
-
-    @contextmanager
-    def transaction(self, *, write: bool) -> Iterator[None]:
-        """All or nothing; one that writes holds the only write lock from its beginning."""
-        self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
+            self.refuse_faults(self._faults_of_schema() or self._quick_faults())
 
     @property
     def in_transaction(self) -> bool:
-        """Is one under way?"""
+        """Is a transaction under way?"""
         return self._connection.in_transaction
 
-    def insert(self, row: Raw) -> None:
-        """Add a row, within a transaction that writes."""
-        self._connection.execute(f"INSERT INTO entries VALUES ({', '.join('?' * len(row))})", row)
-
-    def newest(self) -> int:
-        """The number of the newest row, 0 if there is none: the table and an index must say the same."""
-        with self.plainly():
-            last = self._connection.execute("SELECT id FROM entries NOT INDEXED ORDER BY id DESC LIMIT 1").fetchone()
-            again = self._connection.execute(
-                "SELECT id FROM entries INDEXED BY by_id WHERE id > 0 ORDER BY id DESC LIMIT 1"
-            ).fetchone()
-        self._refuse_two_answers(last, again)
-        return 0 if last is None else int(last[0])
-
-    def find(self, column: str, number: int, limit: int) -> list[int]:
-        """The newest rows that are found by a number, newest first: two indexes must say the same."""
-        found = []
-        with self.plainly():
-            for index in (f"{column}_1", f"{column}_2"):
-                query = f"SELECT id FROM entries INDEXED BY {index} WHERE {column} = ? ORDER BY id DESC LIMIT ?"
-                found.append([row[0] for row in self._connection.execute(query, (number, limit))])
-        self._refuse_two_answers(*found)
-        return found[0]
-
-    def row(self, number: int) -> Raw | None:
-        """The row with this number, from the table itself."""
-        with self.plainly():
-            rows = self._connection.execute("SELECT * FROM entries NOT INDEXED WHERE id = ?", (number,)).fetchall()
-        return Raw._make(rows[0]) if rows else None
-
-    def rows(self, first: int, last: int, kind: str | None = None) -> list[Raw]:
-        """The rows between two numbers, oldest first."""
-        condition = "1" if kind is None else "kind = :kind"
-        query = f"SELECT * FROM entries NOT INDEXED WHERE id BETWEEN :first AND :last AND {condition} ORDER BY id"
-        with self.plainly():
-            found = self._connection.execute(query, {"first": first, "last": last, "kind": kind})
-            return [Raw._make(row) for row in found]
-
-    def begun(self, number: int, limit: int, skip: int) -> list[int]:
-        """The runs and selections of a data set, newest first, for those who leaf through them."""
-        query = (
-            "SELECT id FROM entries INDEXED BY by_dataset_1 WHERE by_dataset = ? AND kind IN ('run', 'selection') "
-            "ORDER BY id DESC LIMIT ? OFFSET ?"
-        )
-        with self.plainly():
-            return [row[0] for row in self._connection.execute(query, (number, limit, skip))]
-
-    def next_dataset(self, number: int) -> int | None:
-        """The data set that comes next in an index, by its number."""
-        query = "SELECT by_dataset FROM entries INDEXED BY by_dataset_1 WHERE by_dataset > ? ORDER BY 1 LIMIT 1"
-        with self.plainly():
-            found = self._connection.execute(query, (number,)).fetchone()
-        return None if found is None else int(found[0])
+    def _is_damage(self, error: Exception) -> bool:
+        code = getattr(error, "sqlite_errorcode", None)
+        return isinstance(error, UnicodeError) or (code is not None and code & 0xFF in _DAMAGED)
 
     def faults(self) -> list[str]:
-        """What SQLite itself finds wrong, and what is missing: reads the whole file."""
-        with self.plainly():
-            found = [row[0] for row in self._connection.execute("PRAGMA integrity_check")]
-        return [f"SQLite finds damage: {text}" for text in found if text != "ok"] + self._faults_of_schema()
+        """What SQLite itself finds wrong, and what is missing. Reads the whole file."""
+        found = [f"SQLite finds damage: {text}" for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
+        return found + self._faults_of_schema()
 
     def _quick_faults(self) -> list[str]:
-        """What SQLite's quick check finds in a small file; a large one shows when its rows are used."""
+        """What SQLite's quick check finds in a small file; damage in a large one shows when its rows are used."""
         with self.plainly():
-            if os.path.getsize(self.path) > _SMALL:
-                return []
-            found = [row[0] for row in self._connection.execute("PRAGMA quick_check(1)")]
-        return [text for text in found if text != "ok"]
+            small = os.path.getsize(self.path) <= _SMALL
+        return [text for (text,) in self._all("PRAGMA quick_check(1)") if text != "ok"] if small else []
 
     def _faults_of_schema(self) -> list[str]:
-        with self.plainly():
-            found = dict(self._connection.execute("SELECT name, sql FROM sqlite_master").fetchall())
+        found = dict(self._all("SELECT name, sql FROM sqlite_master"))
         gone = [f"the trigger {name} is gone" for name in _TRIGGERS if name not in found]
         other = [f"the schema of {name} is not ours" for name in sorted(found) if found[name] != _SCHEMA.get(name)]
         return gone + other + [f"{name} is gone" for name in _SCHEMA if name not in found and name not in _TRIGGERS]
@@ -232,40 +142,18 @@ class SQLiteRows:
             raise NoLedger(f"there is no ledger {self.path}: name the right file, or restore it")
 
     def _refuse_other_version(self) -> None:
-        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == VERSION:
-            return
+        version = self._execute("PRAGMA user_version").fetchone()[0]
+        told = f"(store {version}, this one reads {VERSION})"
         if 0 < version < VERSION:
             raise LedgerError(
-                f"{self.path} is a ledger of an earlier version of fodp (store {version}, this one reads {VERSION}): "
-                "go on with the version that wrote it; a new ledger would be a new budget"
+                f"{self.path} is a ledger of an earlier version of fodp {told}: go on with the version that wrote it; "
+                "a new ledger would be a new budget"
             )
-        raise LedgerError(
-            f"{self.path} is no ledger of this version (store {version}, this one reads {VERSION}). If it was one, "
-            f"{RESTORE}; if a later version of fodp wrote it, use that"
-        )
-
-    def _refuse_two_answers(self, one: Any, other: Any) -> None:
-        if one != other:
+        if version != VERSION:
             raise LedgerError(
-                f"the ledger {self.path} is damaged (its indexes contradict each other), so it may have forgotten what "
-                f"was spent: {RESTORE}"
+                f"{self.path} is no ledger of this version {told}. If it was one, {RESTORE}; if a later version of "
+                "fodp wrote it, use that"
             )
-
-    @contextmanager
-    def plainly(self, what: str = "cannot be read", fix: str = "see that it can be") -> Iterator[None]:
-        """One line for whatever SQLite or the system has to say; damage gets its own advice."""
-        try:
-            yield
-        except (sqlite3.Error, UnicodeError) as error:  # UnicodeError: a message that cites what is damaged
-            code = getattr(error, "sqlite_errorcode", None)
-            damaged = isinstance(error, UnicodeError) or (code is not None and code & 0xFF in _DAMAGED)
-            raise LedgerError(
-                f"the ledger {self.path} {'is damaged, or no ledger' if damaged else what} ({error}): "
-                f"{RESTORE if damaged else fix}"
-            ) from None
-        except OSError as error:
-            raise LedgerError(f"the ledger {self.path} {what} ({error}): {fix}") from None
 
 
 def _create(path: Path) -> None:
@@ -273,9 +161,7 @@ def _create(path: Path) -> None:
     with atomically(path, keep=True) as part:  # if another process was first, its ledger is the one
         connection = sqlite3.connect(part)
         connection.execute("PRAGMA synchronous = EXTRA")
-        header = Header.new(secrets.token_bytes(32))
-        script = ";\n".join(
-            [*_SCHEMA.values(), f"INSERT INTO header VALUES {header.values()}", f"PRAGMA user_version = {VERSION}"]
-        )
-        connection.executescript(f"BEGIN;\n{script};\nCOMMIT;")
+        values = Header.new(secrets.token_bytes(32)).values()  # hexadecimal: they may stand in a statement
+        script = [*_SCHEMA.values(), f"INSERT INTO header VALUES {values}", f"PRAGMA user_version = {VERSION}"]
+        connection.executescript(";\n".join(["BEGIN", *script, "COMMIT;"]))
         connection.close()

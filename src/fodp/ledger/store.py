@@ -1,7 +1,7 @@
 """An append-only list of rows, each with its own checksum and chained to the one before.
 
-Whatever is read is checked first, and damage stops everything. It cannot show that the last rows were cut off or that
-the whole file was exchanged, which is why checkpoints, and a mark beside the ledger, remember a row.
+Whatever is read is checked first, and damage stops everything. A store alone cannot show that its last rows were cut
+off or that the whole file was exchanged: for that, checkpoints and the mark beside the ledger remember a row.
 """
 
 import json
@@ -13,37 +13,43 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import LedgerError, PrivacyError
+from fodp._files import is_address
 from fodp._forks import Owner
-from fodp.ledger.header import RESTORE, is_address
-from fodp.ledger.mark import Mark, MarkFile
+from fodp.ledger.database import Database
+from fodp.ledger.mark import Mark, mark_path, read_mark, write_mark
 from fodp.ledger.postgres import PostgresRows
-from fodp.ledger.rows import DataState, Entry, Raw, RunState, Seals, mark_of, states_after, without
+from fodp.ledger.rows import RESTORE, DataState, Entry, Raw, RunState, mark_of, moved, states_after
 from fodp.ledger.sqlite import SQLiteRows
 
 _AT_ONCE = 2000  # rows
 _NEWEST = 100  # rows whose chain is followed on opening: all of a small ledger, some milliseconds of a large one
+_ALL = 2**31
+Data = dict[str, Any]
 
 
 class Store:
     """The rows. Entries are appended within `writing()`, which holds the only write lock and is all or nothing.
 
-    Without `verify` a file whose rows were changed is opened too, to say what is wrong with it; with `older` one that
+    Without `verify` a ledger whose rows were changed is opened too, to say what is wrong with it; with `older` one that
     is older than what was known.
     """
 
     def __init__(self, path: str | Path, *, create: bool = True, verify: bool = True, older: bool = False):
         self.path: Path | str = str(path) if is_address(path) else Path(path)
-        self._owner = Owner()
-        self._mark, self._raises_mark = MarkFile(self.path), False
-        self._rows: SQLiteRows | PostgresRows
+        self._owner, self._raises_mark = Owner(), False
+        self.mark = mark_path(self.path)
+        self._rows: Database
+        known = os.path.exists(self.mark)  # then a new ledger would be a new budget
         if isinstance(self.path, str):
-            known = os.path.exists(self._mark.path)  # then a new ledger would be a new budget
             self._rows = PostgresRows(self.path, create=create and not known, verify=verify)
+        elif create and known and not os.path.exists(self.path):
+            raise LedgerError(
+                f"the ledger {self.path} is gone, though {self.mark} knows that there was one: {RESTORE}; delete the "
+                "mark only if nothing was ever spent"
+            )
         else:
-            self._refuse_new_beside_mark(create)
             self._rows = SQLiteRows(self.path, create=create, verify=verify)
         self.header = self._rows.header()
-        self._seals = Seals(self.header.key)
         if verify:
             with self.reading():
                 for fault in self.chain_faults(max(1, self._rows.newest() - _NEWEST + 1)):
@@ -52,7 +58,7 @@ class Store:
                 self._refuse_older()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the ledger."""
         if self._owner.is_here:  # a server would take the word of a fork for that of its parent
             self._rows.close()
 
@@ -72,8 +78,11 @@ class Store:
         with self._rows.plainly("could not be written", fix):
             with self._rows.transaction(write=True):
                 yield
-            if self._raises_mark:
-                self._raise_mark()
+            if self._raises_mark:  # under the write lock, so that of two processes the later one has the last word
+                with self._rows.transaction(write=True):
+                    last = self.last()
+                    if last is not None:
+                        write_mark(self.path, Mark(self.header.identity, last.id, last.chain))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -85,39 +94,18 @@ class Store:
         with self._rows.plainly(), self._rows.transaction(write=False):
             yield
 
-    def append(
-        self,
-        kind: str,
-        dataset: str,
-        run: str = "",
-        *,
-        steps: int | None = None,
-        rdp: float | None = None,
-        data: dict[str, Any] | None = None,
-    ) -> Entry:
-        """Add a row; only within `writing()`."""
-        last, data = self.last(), data or {}
+    def append(self, kind: str, dataset: str, run: str = "", *, data: Data | None = None, **used: Any) -> Entry:
+        """Add a row; only within `writing()`. A row that says how much was used has `steps` and, of a budget, `rdp`."""
+        steps, rdp, data = used.get("steps"), used.get("rdp"), data or {}
+        last = self.last()
         number, before = (1, "") if last is None else (last.id + 1, last.chain)
         of_run = self.of_run(run) if run else RunState()
         states = states_after(number, kind, steps, rdp, data, self.of_data(dataset), of_run)
-        mark = mark_of(kind, dataset, data)
-        row = self._seals.sealed(
-            before,
-            (
-                number,
-                whole_minutes(),
-                kind,
-                dataset,
-                run,
-                steps,
-                rdp,
-                json.dumps(data, sort_keys=True),
-                json.dumps(states),
-                self._seals.number("dataset", dataset),
-                self._seals.number("run", run),
-                None if mark is None else self._seals.number("mark", mark),
-            ),
-        )
+        texts, mark = (json.dumps(data, sort_keys=True), json.dumps(states)), mark_of(kind, dataset, data)
+        places = [self.header.number(*words) for words in (("dataset", dataset), ("run", run))]
+        places.append(None if mark is None else self.header.number("mark", mark))  # type: ignore[arg-type]
+        values = (number, whole_minutes(), kind, dataset, run, steps, rdp, *texts, *places)
+        row = self.header.sealed(before, values)
         self._rows.insert(row)
         self._raises_mark |= kind != "reserve"  # these are many, and what a run may reserve is held from its beginning
         return row.entry()
@@ -143,54 +131,35 @@ class Store:
 
     def of_data(self, dataset: str) -> DataState:
         """What all rows of a data set come to."""
-        found = self._newest("by_dataset", self._seals.number("dataset", dataset))
-        if not found:
-            return DataState()
-        if found[0].dataset != dataset:
-            raise self._damage(f"entry {found[0].id} is of another data set than its index says")
-        return found[0].of_data
+        found = self.found("dataset", dataset, 1)
+        return found[0].of_data if found else DataState()
 
     def of_run(self, run: str) -> RunState:
         """What all rows of a run come to."""
-        found = self._newest("by_run", self._seals.number("run", run))
-        if not found:
-            return RunState()
-        if found[0].run != run:
-            raise self._damage(f"entry {found[0].id} is of another run than its index says")
-        return found[0].of_run
+        found = self.found("run", run, 1)
+        return found[0].of_run if found else RunState()
 
-    def marked(self, mark: str, limit: int = 2**31) -> list[Entry]:
+    def marked(self, mark: str, limit: int = _ALL) -> list[Entry]:
         """The newest rows that carry a mark (a seed's, a fingerprint, a digest), newest first."""
-        found = self._newest("by_mark", self._seals.number("mark", mark), limit)
-        for entry in found:
-            if mark_of(entry.kind, entry.dataset, entry.data) != mark:
-                raise self._damage(f"entry {entry.id} has another mark than its index says")
-        return found
-
-    def rows_of_run(self, run: str) -> list[Entry]:
-        """All rows of a run, newest first."""
-        found = self._newest("by_run", self._seals.number("run", run), 2**31)
-        if any(entry.run != run for entry in found):
-            raise self._damage(f"a row is of another run than its index says, which is {run!r}")
-        return found
+        return self.found("mark", mark, limit)
 
     def begun(self, dataset: str, limit: int, skip: int = 0) -> list[Entry]:
-        """Runs and selections of a data set, newest first, for those who leaf through them."""
+        """Runs and selections of a data set, newest first, for those who page through them."""
         with self.reading():
-            found = self._rows.begun(self._seals.number("dataset", dataset), limit, skip)
+            found = self._rows.begun(self.header.number("dataset", dataset), limit, skip)
             return [self.entry(place) for place in found]
 
     def datasets(self) -> Iterator[tuple[str, DataState]]:
         """All data sets, in no order, and what their rows come to; for those who look around."""
         number = self._rows.next_dataset(-1)
         while number is not None:
-            (newest,) = self._newest("by_dataset", number)
+            (newest,) = self._newest("by_dataset", number, 1)
             if newest.dataset:
                 yield newest.dataset, newest.of_data
             number = self._rows.next_dataset(number)
 
     def select(self, kind: str | None = None) -> list[Entry]:
-        """All rows, or those of a kind, oldest first. Reads the whole file."""
+        """All rows, or those of a kind, oldest first. Reads the whole ledger."""
         return [self._checked(row) for row in self.raw_rows(kind=kind)]
 
     def raw_rows(self, first: int = 1, kind: str | None = None) -> Iterator[Raw]:
@@ -206,8 +175,8 @@ class Store:
             first += _AT_ONCE
 
     def known_before(self) -> Mark | None:
-        """What the mark beside the ledger knows and the ledger does not; None if it is not older."""
-        mark = self._mark.read()
+        """What the mark beside the ledger knows and the ledger does not; None if the ledger is not older."""
+        mark = read_mark(self.mark)
         if mark is None:
             return None
         with self.reading():
@@ -215,9 +184,9 @@ class Store:
             return None if known and self.entry(mark.entry).chain == mark.chain else mark
 
     def others_taken(self, dataset: str, run: str) -> float:
-        """What all other runs on the data set count as having used, or hold."""
+        """What all other runs on the data set count as having used, or hold; rounded up."""
         with self.reading():
-            return without(self.of_data(dataset).taken, self.of_run(run).taken if run else 0.0)
+            return moved(self.of_data(dataset).taken, self.of_run(run).taken, 0.0)
 
     def faults(self) -> list[str]:
         """What is wrong with the file itself, rows and chain left aside. Reads all of it."""
@@ -232,45 +201,37 @@ class Store:
             tick()
             if row.id != expected:
                 yield f"entry {expected} is missing"
-            if not self._seals.follows(before, row):
+            if not self.header.intact(row, before):
                 yield f"entry {row.id} was changed, or the one before it"
             before, expected = row.chain, row.id + 1
         if expected <= last:
             yield f"entry {expected} is missing"
 
-    def _raise_mark(self) -> None:
-        """Under the write lock, so that of two processes the later one has the last word."""
-        with self._rows.transaction(write=True):
-            last = self.last()
-            if last is not None:
-                self._mark.write(Mark(self.header.identity, last.id, last.chain))
-
-    def _refuse_new_beside_mark(self, create: bool) -> None:
-        """Where there was a ledger, a new one would be a new budget."""
-        if create and "\0" not in str(self.path) and os.path.exists(self._mark.path) and not os.path.exists(self.path):
-            raise LedgerError(
-                f"the ledger {self.path} is gone, though {self._mark.path} knows that there was one: {RESTORE}; delete "
-                "the mark only if nothing was ever spent"
-            )
-
     def _refuse_older(self) -> None:
-        mark = self.known_before()
+        mark, accept = self.known_before(), f"`fodp ledger accept-rollback {self.path}` goes on and writes that down"
         if mark is None:
             return
         if mark.ledger != self.header.identity:
             raise LedgerError(
-                f"{self.path} is another ledger than the one that was here ({self._mark.path} knows it): put that back "
-                "and give this one another name; if you exchanged them on purpose, "
-                f"`fodp ledger accept-rollback {self.path}` goes on and writes that down"
+                f"{self.path} is another ledger than the one that was here ({self.mark} knows it): put that back and "
+                f"give this one another name; if you exchanged them on purpose, {accept}"
             )
         raise LedgerError(
             f"the ledger {self.path} is older than what was known here: it ends with entry {self.count()}, and "
-            f"{self._mark.path} knows entry {mark.entry}, so it has forgotten what was spent since. Restore the newest "
-            f"copy; if this is the newest there is, `fodp ledger accept-rollback {self.path}` goes on and writes that "
-            "down"
+            f"{self.mark} knows entry {mark.entry}, so it has forgotten what was spent since. Restore the newest copy; "
+            f"if this is the newest there is, {accept}"
         )
 
-    def _newest(self, column: str, number: int, limit: int = 1) -> list[Entry]:
+    def found(self, what: str, name: str, limit: int = _ALL) -> list[Entry]:
+        """The newest rows of a data set, of a run, or with a mark; each must be what its index says."""
+        found = self._newest(f"by_{what}", self.header.number(what, name), limit)
+        for entry in found:
+            own = {"dataset": entry.dataset, "run": entry.run}
+            if name != (own[what] if what in own else mark_of(entry.kind, entry.dataset, entry.data)):
+                raise self._damage(f"entry {entry.id} has another {what} than its index says")
+        return found
+
+    def _newest(self, column: str, number: int, limit: int) -> list[Entry]:
         with self.reading():
             newest, found = self._rows.newest(), self._rows.find(column, number, limit)
             if found and found[0] > newest:
@@ -278,7 +239,7 @@ class Store:
             return [self.entry(place) for place in found]
 
     def _checked(self, row: Raw) -> Entry:
-        if not self._seals.intact(row):
+        if not self.header.intact(row):
             raise self._damage(f"entry {row.id} was changed")
         return row.entry()
 

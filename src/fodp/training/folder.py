@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._files import Hold, atomically
-from fodp.ledger.header import is_address
+from fodp._files import Hold, atomically, is_address
 
 _TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
 

@@ -4,10 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fodp import kernels
 from fodp.clipping.layers.rounding import SPARE, gamma
 from fodp.clipping.layers.uses import mask, square_sums, wide
-from fodp.kernels.library import Library
 
 
 class Rows:
@@ -19,9 +17,7 @@ class Rows:
 
     def squared_norms(self) -> Tensor:
         """Where a token comes twice in an example, its back-signals are summed before they are squared."""
-        library = _library(self.indices, self.back)
-        known = self._squares_and_mass() if library is None else library.table_squares(self.indices, self.back)
-        squares, mass = known
+        squares, mass = self._squares_and_mass()
         # A token's back-signals are summed twice: here and, in another order, in the sum over examples.
         self.slack = 2 * SPARE * gamma(self.back.shape[1], self.back.dtype) * mass
         return squares
@@ -71,10 +67,8 @@ class Rows:
         """Scatter the re-weighted back-signals into the table."""
         if not accumulate:
             out.zero_()
-        library = _library(self.indices, out, self.back, weights)
-        if library is None or not library.scatter(out, self.indices, self.back, weights):
-            weighted = self.back * weights[:, None, None]
-            out.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1).to(out.dtype))
+        weighted = self.back * weights[:, None, None]
+        out.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1).to(out.dtype))
 
     def dense(self) -> Tensor:
         """[B, table rows, width]."""
@@ -91,9 +85,3 @@ class Rows:
     def masked(self, keep: Tensor) -> "Rows":
         """Zero what is not kept."""
         return Rows(self.indices, mask(self.back, keep), self.table_rows)
-
-
-def _library(indices: Tensor, *floats: Tensor) -> Library | None:
-    """The compiled loops if they can read these: 64-bit indices and float32, in main memory and side by side."""
-    readable = indices.dtype == torch.int64 and indices.is_contiguous()
-    return kernels.library_for(*floats) if readable else None

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fodp import kernels
 from fodp.clipping.layers.rounding import SPARE, gamma, gram, gram_sums
 
 # Temporaries are cut into chunks of examples with at most this many entries (8 MiB of float32): they stay in the
@@ -60,9 +59,6 @@ def wide(tensor: Tensor) -> Tensor:
 def square_sums(rows: Tensor) -> Tensor:
     """Squared Euclidean norm of each row, in float64: the rounding of float32 sums would hide many small entries."""
     flat = rows if rows.dim() == 2 else rows.flatten(1)
-    library = kernels.library_for(flat)
-    if library is not None:
-        return library.square_sums(flat)
     squares = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
     for start, stop in chunks(*flat.shape):
         squares[start:stop] = _norms(flat[start:stop].double()).square_()
