@@ -123,7 +123,7 @@ if __name__ == "__main__":
     for title, (walk, most) in WALKS.items():
         found = walk()
         print(
-            f"{title}: {len(found.stations)} stations of at most {most}, {found.calls} calls in {len(found.files)} files"
+            f"{title}: {len(found.stations)} stations (at most {most}), {found.calls} calls in {len(found.files)} files"
         )
         print("   ", " -> ".join(found.stations))
         print("   ", ", ".join(found.files))

@@ -355,7 +355,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         while self._undo:
             self._undo.pop()()
         if self._loader is not None:
-            self._loader._run.forget_kept()  # hooks of the module at the end of the fit, too
+            self._loader.forget_kept()  # hooks of the module at the end of the fit, too
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As after a fit that went well."""

@@ -84,7 +84,8 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
         seed=seed,
     )
     data = TensorDataset(*(column.to(device) for column in workload.data()))
-    held_out = tuple(column.to(device) for column in workload.public())
+    inputs, labels = workload.public()
+    held_out = inputs.to(device), labels.to(device)
 
     def score() -> float:
         """For methods that ask for public data."""
