@@ -84,10 +84,10 @@ def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str
         seed=seed,
     )
     data = TensorDataset(*(column.to(device) for column in workload.data()))
-    held_out = tuple(column.to(device) for column in workload.public())
+    inputs, labels = (column.to(device) for column in workload.public())
 
     def score() -> float:
         """For methods that ask for public data."""
-        return cross_entropy(model, held_out).mean().item()
+        return cross_entropy(model, (inputs, labels)).mean().item()
 
     return Trainer(model, cross_entropy, data, plan, public_score=score)
