@@ -18,6 +18,10 @@ class Gaussian(Protocol):
 class Noise(Protocol):
     """How the releases of a session get their noise; chosen once, by the session (`fodp.noise`)."""
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each draw is independent of all others, so that its scale is 1 and every process knows it."""
+
     def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
         """The query with noise of standard deviation std, in a fresh tensor."""
 
@@ -45,6 +49,7 @@ class FreshNoise:
     """Independent noise for every release."""
 
     source: Gaussian
+    is_fresh = True
 
     def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
         """query + N(0, std²·I)."""

@@ -152,7 +152,7 @@ def test_a_change_between_two_steps_is_the_owners_business():
     run.take_step()
     net[1].kept.fill_(7.0)
     run.take_step()
-    assert run.step == 2
+    assert run.number == 2
     assert net[1].kept.tolist() == [7.0, 7.0]
 
 

@@ -385,7 +385,7 @@ def test_memory_that_nothing_can_see_into_is_heard_of(engine, monkeypatch):
 @pytest.mark.rule(28)
 def test_a_write_that_begins_between_two_looks_is_refused_in_its_step():
     kept = Field()
-    run = session(network(), lambda m, b: kept.loss(m, b) if run.step == 2 else own(m, b), DATA, plan())
+    run = session(network(), lambda m, b: kept.loss(m, b) if run.number == 2 else own(m, b), DATA, plan())
     run.take_step()
     run.take_step()
     with pytest.raises(fodp.PrivacyError, match=r"writes into kept\.parts"):
@@ -395,7 +395,7 @@ def test_a_write_that_begins_between_two_looks_is_refused_in_its_step():
 @pytest.mark.rule(28)
 def test_an_attribute_that_begins_to_move_between_two_looks_is_looked_at_in_the_next_step():
     kept = Centres()
-    run = session(network(), lambda m, b: kept.loss(m, b) if run.step >= 3 else own(m, b), DATA, plan(steps=9))
+    run = session(network(), lambda m, b: kept.loss(m, b) if run.number >= 3 else own(m, b), DATA, plan(steps=9))
     for _ in range(4):
         run.take_step()
     with pytest.raises(fodp.PrivacyError, match=REFUSED):
@@ -491,4 +491,4 @@ def test_what_moves_between_steps_is_the_owners_business():
     for step in range(3):
         kept.parts[0].fill_(1.0 + step)
         run.take_step()
-    assert run.step == 3
+    assert run.number == 3

@@ -81,6 +81,8 @@ class BandedNoise:
     vectors of memory and b-1 products a step.
     """
 
+    is_fresh = False
+
     def __init__(self, source: Gaussian, coefficients: Sequence[float]):
         first, *rest = coefficients
         if not first > 0 or math.hypot(*coefficients) > 1 + 1e-12:

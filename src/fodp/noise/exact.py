@@ -67,6 +67,7 @@ class ExactNoise:
     """Noise on a grid, without floating-point leaks, fresh for every release (`fodp.release.Noise`)."""
 
     source: WordStreams
+    is_fresh = True
 
     def add(self, query: Query, std: float, step: int, name: str) -> Tensor:
         """query + N(0, std²·I), on the grid."""

@@ -99,9 +99,14 @@ class FromFirst:
         """One release for all ranks."""
         return self.group.from_first(lambda: self.noise.add(query, std, step, name), lambda: query.empty(query.dtype))
 
+    @property
+    def is_fresh(self) -> bool:
+        """As on the first rank."""
+        return self.noise.is_fresh
+
     def scale(self) -> float:
-        """As the first rank knows it."""
-        return self.group.number(self.noise.scale)
+        """As the first rank knows it, which is asked where it knows more than the others."""
+        return self.noise.scale() if self.is_fresh else self.group.number(self.noise.scale)
 
 
 class Group(Processes):
