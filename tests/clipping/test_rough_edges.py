@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.clipping import Engine, Gradients
 from models_for_tests import Apply, clipped, gradients_by_hand
 
 ROWS = 6
@@ -184,3 +185,15 @@ def test_rows_without_a_gradient_do_not_end_a_loop_of_ones_own(text: bool) -> No
             optimizer.zero_grad()
             F.cross_entropy(model(lot), classes).backward()
             optimizer.step()
+
+
+def test_spectral_norm_in_bfloat16_goes_back_in_closed_form() -> None:
+    """Its sums are float32, and met weights in bfloat16."""
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)).eval().to(torch.bfloat16)
+    batch, seen = torch.randn(4, 6).bfloat16(), []
+    for method in ("auto", "loop"):
+        engine = Engine(model, lambda m, b: m(b).float().square().sum(1), method)
+        engine._checked = True  # no way out by the loop
+        Gradients(engine, batch).sum(bound=1.0, weight=lambda norms: seen.append(norms) or norms)
+    torch.testing.assert_close(seen[0], seen[1], rtol=0.02, atol=0)

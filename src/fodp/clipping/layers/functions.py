@@ -473,8 +473,8 @@ def _through_norm(call: FunctionCall, use: Use, count: int) -> list[tuple[Tensor
         return [(call.args[0], Dense(each * right)), (call.args[1], Dense(each * left))]
     if call.function in (torch.mv, torch.Tensor.mv) and isinstance(use, Dense):
         matrix, vector = call.args
-        inputs = vector.detach().expand(count, -1)
-        return [(matrix, Product(inputs, use.gradients)), (vector, Dense(use.gradients @ matrix.detach()))]
+        inputs, back = vector.detach().expand(count, -1), use.gradients
+        return [(matrix, Product(inputs, back)), (vector, Dense(back @ matrix.detach().to(back.dtype)))]
     return None
 
 
