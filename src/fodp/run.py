@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp import _checks, kernels, shaping
+from fodp import _checks, kernels
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp._forks import Owner
 from fodp._looks import Looks, is_rare
@@ -27,15 +27,16 @@ from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_
 from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.memory import FractionalMemory
-from fodp.methods.parts.adaptive_clip import AdaptiveClip
-from fodp.methods.parts.averages import RunningAverage
-from fodp.methods.parts.filters import RESPONSE_LENGTH, Filter, NoFilter
-from fodp.methods.parts.rate_rules import FollowedTranscript
-from fodp.methods.parts.schedule import Numbers
 from fodp.noise import Streams, exact, release
 from fodp.noise.banded import BandedNoise
 from fodp.noise.ranges import RangedStreams
 from fodp.noise.release import Noise
+from fodp.options import Beginning
+from fodp.options.filter import RESPONSE_LENGTH, FilterState, NoFilter
+from fodp.options.made_up import made_up
+from fodp.options.quantile import AdaptiveClip
+from fodp.options.scaling import Kronecker, ScalingState, Transcript
+from fodp.options.schedule import Numbers
 from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.prefetching import Ahead, workers_for
@@ -47,8 +48,6 @@ from fodp.ranks.fsdp import is_sharded
 from fodp.ranks.shards import ShardedGradients, Shards
 from fodp.repeats import warn_of_equal_rows
 from fodp.sampling import Collate, Fetcher, Lot, PoissonSampler
-from fodp.shaping import Shaping
-from fodp.shaping.made_up import made_up
 
 
 class Witness(Protocol):
@@ -139,25 +138,27 @@ class Run:
         self.method = plan.algorithm
         self._correlated = self._correlated_noise()
         self.state = self.method.init(plan, self.engine.layout.size)
-        std = plan.noise_multiplier * plan.clip_norm
-        parts = self.method.parts
-        self.filter: Filter = NoFilter() if parts.filter is None else parts.filter.start(std, self.engine.layout.size)
-        self.adaptive_clip: AdaptiveClip | None = None
-        if parts.clip is not None:
-            shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
-            self.adaptive_clip = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
+        chosen = self.method.options
+        beginning = Beginning(
+            plan=plan,
+            size=self.engine.layout.size,
+            multipliers=[phase.events[-1].noise_multiplier for phase in plan.events()],
+            engine=self.engine,
+            sample=self._made_up(public_sample),
+            same=self.ranks.from_first,
+        )
+        self.filter: FilterState = NoFilter() if chosen.filter is None else chosen.filter.start(beginning)
+        self.adaptive_clip: AdaptiveClip | None = None if chosen.quantile is None else chosen.quantile.start(beginning)
         if self.shards is not None:
             for part in (self.state, self.filter):
                 memory = getattr(part, "memory", part)
                 if isinstance(memory, FractionalMemory):
                     memory.over_ranks = self.shards.add
-        self.average = None if parts.average is None else RunningAverage(parts.average)
-        self.followed = FollowedTranscript(plan.steps) if parts.rates.follows else None
+        self.average = None if chosen.average is None else chosen.average.start(beginning)
+        self.followed = chosen.rate.start(beginning)
         self.last_fresh: tuple[Tensor, float] | None = None  # the step's last release, before a memory, and its std
-        self._shape: Shaping | None = None
-        if parts.shape is not None:
-            self._shape = shaping.start(parts.shape, self.engine, self._made_up(public_sample), self.ranks.from_first)
-        self.layers = None if parts.layers is None else parts.layers.groups(self.engine.layout.names)
+        self._shape: ScalingState | None = None if chosen.scaling is None else chosen.scaling.start(beginning)
+        self.layers = chosen.clip.groups(self.engine.layout.names)
         # Of the last steps, the newest first: an adapted clip norm, or a normaliser, changes the noise.
         self._noise_stds: deque[float] = deque(maxlen=RESPONSE_LENGTH)
         self.last_clip_norm: float = plan.clip_norm  # of the step that was taken last
@@ -283,7 +284,7 @@ class Run:
 
     def _made_step(self) -> Tensor:
         """What the method releases, if it is what the plan promised and the model has kept nothing."""
-        context = self if self.method.parts.schedules is None else _Scheduled(self)
+        context = self if self.method.options.schedules is None else _Scheduled(self)
         kept = KeptState(self.engine.model, self._watched, self._parameters)
         try:
             if self._shape is not None:
@@ -319,7 +320,7 @@ class Run:
     @property
     def clip_norm(self) -> float:
         """C of this step: the plan's, the scheduled or the adapted one."""
-        schedules = self.method.parts.schedules
+        schedules = self.method.options.schedules
         if schedules is not None and self.adaptive_clip is None:
             return schedules.at(self.plan, self.step).clip_norm
         return self.plan.clip_norm if self.adaptive_clip is None else self.adaptive_clip.clip_norm
@@ -373,7 +374,7 @@ class Run:
             lot,
             exact=self.plan.exact_noise,
             layers=self.layers,
-            stability=self.method.parts.stability,
+            stability=self.method.options.clip.stability,
             total=self.ranks.total if self.shards is None else self.shards.total,
             sizes=None if self.shards is None else self.shards.slices.sizes,
         )
@@ -526,8 +527,8 @@ class Run:
             return None
         if public_sample is not None:
             return lambda _: public_sample
-        forms, engine, shape = self._fetcher.forms, self.engine, self.method.parts.shape
-        kind = "auto" if shape is None else shape.shape_inputs
+        forms, engine, scaling = self._fetcher.forms, self.engine, self.method.options.scaling
+        kind = scaling.shape_inputs if isinstance(scaling, Kronecker) else "auto"
         return lambda step: made_up(forms, engine.model, engine.loss_fn, kind, step)
 
     def _noised(self, query: Query, std: float, name: str, noise: BandedNoise | None = None) -> Tensor:
@@ -730,18 +731,17 @@ def refuse_unfit_for_slices(plan: Plan) -> None:
     kind = type(plan.algorithm)
     if plan.exact_noise:
         raise ConfigurationError("exact noise is drawn whole, by one rank: leave exact_noise out, or the model whole")
-    shape, average = plan.algorithm.parts.shape, plan.algorithm.parts.average
-    if shape is not None and shape.shape in ("kronecker", "transcript"):
+    if isinstance(plan.options.scaling, Kronecker | Transcript):
         raise ConfigurationError(
-            f"shape={shape.shape!r} learns from whole releases or models, and ranks hold slices: use shape='fan-in', "
-            "numbers of your own, or leave the model whole"
+            f"shape={plan.params['shape']!r} learns from whole releases or models, and ranks hold slices: use "
+            "shape='fan-in', numbers of your own, or leave the model whole"
         )
-    if average is not None:
+    if plan.options.average is not None:
         raise ConfigurationError(
             "average= puts the average of iterates into the model, and ranks hold slices: use the callback "
             "WeightAverage, or leave the model whole"
         )
-    if plan.algorithm.parts.rates.follows:
+    if plan.options.rate.follows:
         raise ConfigurationError(
             "rate_rule='transcript' compares whole releases with the iterate, and ranks hold slices: leave rate_rule "
             "out, or the model whole"
@@ -763,7 +763,7 @@ class _Scheduled:
     @property
     def plan(self) -> Numbers:
         """The public numbers of this step."""
-        schedules = self._run.method.parts.schedules
+        schedules = self._run.method.options.schedules
         assert schedules is not None
         return schedules.at(self._run.plan, self._run.step)
 

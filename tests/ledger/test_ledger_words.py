@@ -15,7 +15,14 @@ def test_a_typing_error_has_no_limitless_budget(tmp_path):
     with pytest.raises(fodp.LedgerError, match="knows no data set 'poeple'; it knows none: mend the name"):
         book.left("poeple")
     plan = fodp.Plan(
-        sampling_rate=0.1, steps=2, lot_size=4, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, accountant="rdp"
+        sampling_rate=0.1,
+        steps=2,
+        lot_size=4,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        delta=1e-5,
+        accountant="rdp",
+        method="fo-dp-sgd",
     )
     book.open("run", plan.events(), 2).covers(0)
     assert 0 < book.left("people") < 1

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.data.models import cross_entropy
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.methods.parts import schedule
+from fodp.options import schedule
 
 STEPS = 40
 SETTINGS = {

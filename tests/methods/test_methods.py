@@ -24,12 +24,11 @@ from fodp.accounting import Event, Phase
 from fodp.audit.tape import event_faults, promised, same
 from fodp.data import load
 from fodp.data.models import build
-from fodp.methods import METHODS, CommonParams, Method, register
+from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
-from fodp.methods.parts.adaptive_clip import Quantile
-from fodp.methods.parts.filters import Doppler, Fractional, Momentum
-from fodp.methods.parts.updates import Adam, AdamW, CorrectedAdam, CorrectedAdamW, Sgd
+from fodp.options import Adam, AdamBC, AdamW, AdamWBC, Doppler, Fractional, Momentum, Quantile, Sgd
+from fodp.options.table import known_names
 from fodp.training.scores import accuracy
 from fodp.training.trainer import Trainer
 from methods_for_tests import (
@@ -49,6 +48,12 @@ from mutants_for_tests import registered
 from rules_for_tests import DIRECTIONS, non_private_rule
 
 NAMES = sorted(METHODS)
+
+
+def own_names(method):
+    return [field.name for field in fields(METHODS[method].Params)]
+
+
 every_method = pytest.mark.parametrize("method", NAMES)
 
 
@@ -733,7 +738,7 @@ def test_an_unknown_parameter_is_refused_and_the_known_ones_are_named(method):
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize(
-    ("method", "field"), [(name, field.name) for name in NAMES for field in fields(METHODS[name].Params)]
+    ("method", "field"), [(name, field) for name in NAMES for field in (*own_names(name), *known_names())]
 )
 def test_every_parameter_is_checked_and_named(method, field):
     for nonsense in (math.nan, -3.5, "often"):
@@ -823,8 +828,8 @@ FLAT = [
     (dict(momentum=0.5), (Sgd(momentum=0.5), None, None)),
     (dict(update="adam", beta1=0.5), (Adam(beta1=0.5, beta2=0.999, adam_eps=1e-8), None, None)),
     (dict(update="adamw", weight_decay=0.2), (AdamW(**MOMENTS, adam_eps=1e-8, weight_decay=0.2), None, None)),
-    (dict(update="adambc", bc_floor=0.1), (CorrectedAdam(**MOMENTS, bc_floor=0.1), None, None)),
-    (dict(update="adamwbc"), (CorrectedAdamW(**MOMENTS, bc_floor=0.03, weight_decay=0.0), None, None)),
+    (dict(update="adambc", bc_floor=0.1), (AdamBC(**MOMENTS, bc_floor=0.1), None, None)),
+    (dict(update="adamwbc"), (AdamWBC(**MOMENTS, bc_floor=0.03, weight_decay=0.0), None, None)),
     (dict(filter="momentum"), (Sgd(momentum=0.0), Momentum(momentum=0.9), None)),
     (dict(filter="momentum", momentum=0.5), (Sgd(momentum=0.0), Momentum(momentum=0.5), None)),
     (dict(filter="doppler"), (Sgd(momentum=0.0), Doppler(filter_a=(-0.9,), filter_b=(0.1,)), None)),
@@ -842,8 +847,8 @@ FLAT = [
 
 @pytest.mark.parametrize(("params", "parts"), FLAT, ids=str)
 def test_what_the_flat_spelling_means(params, parts):
-    found = plan("dp-sgd", params).algorithm.parts
-    assert (found.update, found.filter, found.clip) == parts
+    found = plan("dp-sgd", params).options
+    assert (found.update, found.filter, found.quantile) == parts
 
 
 @pytest.mark.rule(14)
@@ -896,16 +901,12 @@ def test_every_row_says_what_it_is(method):
 
 
 def test_a_method_of_ones_own_takes_a_few_lines():
-    @dataclass(frozen=True, kw_only=True)
-    class SignParams(CommonParams):
-        lr: float = 0.01
-
     class SignSGD(Method):
         """Only the sign of the release is used: post-processing."""
 
         name = "dp-sign-sgd"
         summary = reference = noise_meaning = "for this test"
-        Params = SignParams
+        defaults = {"lr": 0.01}  # noqa: RUF012
 
         def events(self, plan):
             return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)

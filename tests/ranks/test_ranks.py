@@ -8,7 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import fodp
 from fodp.methods import METHODS
-from fodp.methods.parts import rate_rules
+from fodp.options import rate_rules
 from fodp.ranks import ALONE, here
 from fodp.testing import PARTS
 from methods_for_tests import data, flat, losses, network, plan, trainer

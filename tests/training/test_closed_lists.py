@@ -308,7 +308,7 @@ def records(seed=0):
 def trained(tmp_path, seeded, ledger):
     plan = fodp.Plan(
         sampling_rate=0.05, steps=8, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
-        seed=5 if seeded else None, params=dict(lr=0.1),
+        seed=5 if seeded else None, params=dict(lr=0.1), method="fo-dp-sgd",
     )  # fmt: skip
     book = Ledger(tmp_path / "l.sqlite", dataset="people", budget=(3.0, 1e-5)) if ledger else None
     callbacks = [Evaluate(TensorDataset(*records(seed=1)[:50])), CSVLog(tmp_path / "m.csv"), WeightAverage()]
@@ -442,7 +442,7 @@ class TestMutants:
 def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     plan = fodp.Plan(
         sampling_rate=0.05, steps=4, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
-        params=dict(average="ema"),
+        params=dict(average="ema"), method="fo-dp-sgd",
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()

@@ -367,7 +367,6 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.cli.plot import plot_accuracy
-    from fodp.methods.parts.rates import AUTO
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted" and not result["steps"]:
@@ -396,7 +395,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"mean squared error {result['final_loss']:.4f} on the public test split, target in [-1, 1]", file=text)
     else:
         print("no accuracy: there is no public test data to score on", file=text)
-    if plan.params["lr"] == AUTO:
+    if plan.options.rate.is_automatic:
         then = ", then by what was released" if result["params"].get("rate_rule", "none") != "none" else ""
         print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto){then}", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
@@ -479,7 +478,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
-    missing = sorted({*_DEFAULTS, "plan", "run"} - stored.keys())
+    missing = sorted({*_DEFAULTS, "method", "plan", "run"} - stored.keys())
     if not _says_how_private(stored):
         missing.append("noise_multiplier")
     if missing:

@@ -9,19 +9,18 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.methods.base import DataclassState, PublicNumbers, StepContext
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.methods.parts.filters import RESPONSE_LENGTH
+from fodp.methods.dp_sgd import DPSGD
+from fodp.options.filter import RESPONSE_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiSKParams(DPSGDParams):
+class DiSKParams:
     """Gain κ (1 is DP-SGD) and step γ of the finite difference. γ = (1-κ)/κ needs one gradient only."""
 
     kappa: float = 0.7
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.fraction("kappa", self.kappa)
         _checks.positive("gamma", self.gamma)
 

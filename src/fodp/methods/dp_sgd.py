@@ -1,18 +1,12 @@
 """DP-SGD: clip each example's gradient, sum, add noise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from fodp.accounting import Event, Phase
-from fodp.methods.base import CommonParams, Method, PublicNumbers, StepContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPSGDParams(CommonParams):
-    """Public parameters of DP-SGD: the common ones."""
+from fodp.methods.base import Method, PublicNumbers, StepContext
 
 
 class DPSGD(Method):
@@ -23,7 +17,6 @@ class DPSGD(Method):
     reference = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
     noise_meaning = "σ: noise std over C, and the event's multiplier"
     advice = "The first thing to try, with a tuned learning rate."
-    Params: ClassVar[type[CommonParams]] = DPSGDParams
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         return (1.0,)

@@ -1,7 +1,6 @@
 """What fits a plan: the optimizer it may drive, and the steps that a target ε allows."""
 
 import math
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,12 @@ from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.clipping.maps import Factor, mapped_length
 from fodp.methods import Method
-from fodp.methods.parts.rate_rules import FollowedTranscript
-from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
-from fodp.methods.parts.updates import Sgd
+from fodp.options.option import numbers
+from fodp.options.rate import AGREEMENT, automatic_rate, relative_noise
+from fodp.options.rate_rules import FollowedTranscript
 from fodp.plan import Plan
 from fodp.run import Run
 
-# Parameters of a method that nothing but its own optimizer uses.
-_OF_THE_OPTIMIZER = (
-    "lr", "auto_ratio", "lr_schedule", "lr_warmup", "rate_rule", "beta1", "beta2", "adam_eps",
-    "weight_decay", "bc_floor",
-)  # fmt: skip
 PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
 
@@ -35,7 +29,7 @@ def fitting_optimizer(run: Run, optimizer: torch.optim.Optimizer | None) -> torc
     method = run.plan.algorithm
     if optimizer is None:
         made = method.optimizer(run.trained)
-        rate = _automatic_rate(run) if method.params.lr == AUTO else None
+        rate = _automatic_rate(run) if method.options.rate.is_automatic else None
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
             if _moves(run):
@@ -76,7 +70,7 @@ def set_rate(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """
     if not _moves(run) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
-    factor = run.method.parts.rates.at(run.step - 1, run.plan.steps)
+    factor = run.method.options.rate.at(run.step - 1, run.plan.steps)
     if run.followed is not None:
         factor *= run.ranks.number(partial(_followed, run, run.followed, run.take_fresh()))
     for group in optimizer.param_groups:
@@ -102,42 +96,41 @@ def _along(std: float, factor: Factor, way: Tensor) -> float:
 
 
 def _moves(run: Run) -> bool:
-    return run.method.parts.rates.acts or _follows_clip(run)
+    return run.method.options.rate.acts or _follows_clip(run)
 
 
 def _follows_clip(run: Run) -> bool:
     """Plain steps of lr="auto" are measured by their noise, which an adapted clip norm changes; Adam's are anyway."""
-    method = run.method
-    return method.params.lr == AUTO and run.adaptive_clip is not None and isinstance(method.parts.update, Sgd)
+    options = run.method.options
+    return options.rate.is_automatic and run.adaptive_clip is not None and options.update.is_plain
 
 
 def _automatic_rate(run: Run) -> float:
     """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
     method, plan = run.method, run.plan
-    parts, plain = method.parts, isinstance(method.parts.update, Sgd)
+    options = method.options
     response = method.known_response(plan)
-    if parts.filter is not None:
-        response = np.convolve(response, parts.filter.response()).tolist()
+    if options.filter is not None:
+        response = np.convolve(response, options.filter.response()).tolist()
     deviations = np.asarray(method.step_noises(plan)) / plan.lot_size
     if run.adaptive_clip is not None:  # the count takes its share of what a step may spend
         z = plan.events_at(0)[-1].noise_multiplier
         deviations = deviations * run.adaptive_clip.rest(z) / z
-    clips = [plan.clip_norm if parts.schedules is None else parts.schedules.at(plan, step).clip_norm
-             for step in range(plan.steps)]  # fmt: skip
+    schedules = options.schedules
+    clips = [plan.clip_norm if schedules is None else schedules.at(plan, step).clip_norm for step in range(plan.steps)]
     signal = AGREEMENT * np.asarray(clips) / math.sqrt(run.engine.layout.size)
-    walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
-    shares = [run.noise_share(parameter) if plain else 1.0 for parameter in run.trained]
+    walk = options.update.noise_walk(deviations, response, options.rate.factors(plan.steps), signal)
+    shares = [run.noise_share(parameter) if options.update.is_plain else 1.0 for parameter in run.trained]
     with run.whole():
         relative = relative_noise(zip(run.engine.layout.parameters, shares, strict=True))
-    return automatic_rate(method.params.auto_ratio, walk, relative)
+    return automatic_rate(options.rate.auto_ratio, walk, relative)
 
 
 def _refuse_what_would_not_act(method: Method) -> None:
     """Raise for a learning rate in the plan beside an optimizer with its own: it would be recorded and never used."""
-    defaults = {field.name: field.default for field in fields(method.Params)}
-    for name in _OF_THE_OPTIMIZER:
-        value = getattr(method.params, name)
-        if value != defaults[name]:
+    usual = numbers(method.from_dict({}).options.rate)
+    for name, value in numbers(method.options.rate).items():
+        if value != usual[name]:
             raise ConfigurationError(
                 f"params set {name}={value!r}, which does nothing beside an optimizer of your own: set it there and "
                 "leave it out of params, or leave optimizer=None"

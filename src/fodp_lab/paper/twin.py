@@ -10,7 +10,7 @@ from fodp.memory.window import WindowMemory
 from fodp.methods import register
 from fodp.methods.base import StepContext
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.methods.parts.schedule import value_at
+from fodp.options.schedule import value_at
 
 
 @register
