@@ -75,7 +75,7 @@ def trainer(params, dtype, step=None, **public):
     plan = fodp.Plan(method="fo-dp-sgd", params=params, steps=STEPS, **numbers | public)
     trainer = fodp.Trainer(model, cross_entropy, data, plan)
     if step is not None:
-        trainer.run.method = step(trainer.run.method.params)
+        trainer.run.method = step(trainer.run.method.params, plan.options)
     return trainer
 
 

@@ -67,11 +67,10 @@ def unlisted(value, kind, where=""):
 HEX, MARK = re.compile("[0-9a-f]+"), re.compile("[0-9a-f]{12}:[0-9a-f]{32}")
 NUMBER = (int, float)
 PARAMS = {
-    "adam_eps": float, "alpha": float, "bc_floor": float, "beta": float, "beta1": float, "beta2": float,
-    "clip_max": float, "clip_min": float, "clip_rate": float, "compact": NoneType, "compact_error": float,
-    "count_noise": NoneType, "eps": float, "filter": str, "filter_a": Each(float), "filter_b": Each(float),
-    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": (float, str), "momentum": float,
-    "quantile": NoneType, "tau": float, "update": str, "weight_decay": float, "window": int, "zeta": NoneType,
+    "alpha": float, "beta": float, "compact": NoneType, "compact_error": float, "eps": float, "gamma": float,
+    "kappa": NoneType, "lam": float, "tau": float, "window": int, "zeta": NoneType, "lr": (float, str),
+    "lr_schedule": str, "lr_warmup": int, "auto_ratio": float, "rate_rule": str, "update": str, "momentum": float,
+    "clip": str,
 }  # fmt: skip
 
 
@@ -447,7 +446,7 @@ def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
     wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
-    params = {**PARAMS, "average": str}
+    params = {**PARAMS, "average": str, "average_decay": float}
     state = {**wanted["state"], "average": {"mean": torch.Tensor, "count": int}}
     listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}
     saved = checkpoint.load(tmp_path / "c.pt")

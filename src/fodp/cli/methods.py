@@ -119,8 +119,8 @@ def _options_of_every_method() -> list[str]:
         "## Options of every method",
         "",
         'Options compose with every method. Say them flat, `params=dict(average="ema", average_decay=0.9)`',
-        "and `--set average=ema`, or as objects, `Plan(..., average=fodp.options.Ema(0.9))`: both make the same plan. A",
-        "number of an option that was not chosen does nothing and is refused. What does not go together has one table,",
+        "and `--set average=ema`, or as objects, `Plan(..., average=fodp.options.Ema(0.9))`: both make the same plan.",
+        "A number of an option that was not chosen does nothing and is refused. What does not go together: one table,",
         "[conflicts](conflicts.md). How to add one: [an option of your own](own-method.md#an-option-of-your-own).",
         "",
     ]

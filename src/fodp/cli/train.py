@@ -192,7 +192,13 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         folder.create()  # only now, when everything else has proved right
     ledger = trainer.ledger  # the folder's own is made here, before the configuration that a resumed run is read from
     if not options.resume and ranks.is_first:
-        stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
+        stored = {
+            **config,
+            "delta": plan.delta,
+            "plan": plan.to_dict(),
+            "run": trainer.run_id,
+            "fodp": fodp.__version__,
+        }
         stored["described"] = plan.described().sentences()
         # What predicting takes; all of it is public.
         stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
@@ -478,7 +484,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
-    missing = sorted({*_DEFAULTS, "method", "plan", "run"} - stored.keys())
+    missing = sorted({*_DEFAULTS, "delta", "method", "plan", "run"} - stored.keys())
     if not _says_how_private(stored):
         missing.append("noise_multiplier")
     if missing:
