@@ -23,61 +23,31 @@ class Conflict(NamedTuple):
 
 
 CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
-        "clip='normalised'",
-        "a quantile",
-        "the first brings every gradient to the clip norm, and the second counts those below it",
-        "leave one of them out",
-    ),
-    Conflict(
-        "clip_schedule",
-        "a quantile",
-        "the first fixes the clip norm of every step beforehand, and the second adapts it",
-        "leave one of them out",
-    ),
-    Conflict(
-        "shape='kronecker'",
-        "an update that takes out its noise",
-        "the update must know the noise of every number, and the shape mixes it",
-        "use another update, or shape='fan-in'",
-    ),
-    Conflict(
-        "shape='transcript'",
-        "an update that takes out its noise",
-        "the update must know the noise of every number, and the shape moves it",
-        "use another update, or shape='fan-in'",
-    ),
-    Conflict(
-        "a method that filters its noise",
-        "a filter before an update that takes out its noise",
-        "the update must know the variance of what it gets, and two filters hide it",
-        "leave out the filter, or use another update",
-    ),
-    Conflict(
-        "a method that weighs whole gradients",
-        "clip='per-layer'",
-        "a weight of a whole gradient is not one of its layers",
-        "leave clip at 'flat'",
-    ),
-    Conflict(
-        "a method that weighs whole gradients",
-        "clip='normalised'",
-        "normalised gradients have one norm, and none to weigh by",
-        "leave clip at 'flat'",
-    ),
-    Conflict(
-        "rate_rule='transcript'",
-        "correlated noise",
-        "the rule asks what is fresh in a release",
-        "leave rate_rule out, or use bands=1",
-    ),
-    Conflict(
-        "exact_noise",
-        "correlated noise",
-        "exact noise lies on a grid, and multiples of earlier noise do not",
-        "leave out exact_noise, or use bands=1",
-    ),
-)
+    Conflict("clip='normalised'", "a quantile",
+             "the first brings every gradient to the clip norm, and the second counts those below it",
+             "leave one of them out"),
+    Conflict("clip_schedule", "a quantile",
+             "the first fixes the clip norm of every step beforehand, and the second adapts it",
+             "leave one of them out"),
+    Conflict("shape='kronecker'", "an update that takes out its noise",
+             "the update must know the noise of every number, and the shape mixes it",
+             "use another update, or shape='fan-in'"),
+    Conflict("shape='transcript'", "an update that takes out its noise",
+             "the update must know the noise of every number, and the shape moves it",
+             "use another update, or shape='fan-in'"),
+    Conflict("a method that filters its noise", "a filter before an update that takes out its noise",
+             "the update must know the variance of what it gets, and two filters hide it",
+             "leave out the filter, or use another update"),
+    Conflict("a method that weighs whole gradients", "clip='per-layer'",
+             "a weight of a whole gradient is not one of its layers", "leave clip at 'flat'"),
+    Conflict("a method that weighs whole gradients", "clip='normalised'",
+             "normalised gradients have one norm, and none to weigh by", "leave clip at 'flat'"),
+    Conflict("rate_rule='transcript'", "correlated noise",
+             "the rule asks what is fresh in a release", "leave rate_rule out, or use bands=1"),
+    Conflict("exact_noise", "correlated noise",
+             "exact noise lies on a grid, and multiples of earlier noise do not",
+             "leave out exact_noise, or use bands=1"),
+)  # fmt: skip
 
 
 def refuse(features: Mapping[str, str]) -> None:

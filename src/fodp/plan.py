@@ -99,24 +99,12 @@ class Plan:
     if TYPE_CHECKING:
 
         def __init__(
-            self,
-            *,
-            noise_multiplier: float,
-            sampling_rate: float | None = None,
-            steps: int | None = None,
-            lot_size: float | None = None,
-            clip_norm: float = 1.0,
-            delta: float | None = None,
-            method: str | None = None,
-            params: Mapping[str, Any] = ...,
-            accountant: str = "pld",
-            seed: int | None = None,
-            exact_noise: bool = False,
-            unit: str = "record",
-            records_per_person: int | None = None,
-            person_gradient: str = "mean",
-            **chosen: Unpack[Chosen],
-        ) -> None: ...
+            self, *, noise_multiplier: float, sampling_rate: float | None = None, steps: int | None = None,
+            lot_size: float | None = None, clip_norm: float = 1.0, delta: float | None = None,
+            method: str | None = None, params: Mapping[str, Any] = ..., accountant: str = "pld",
+            seed: int | None = None, exact_noise: bool = False, unit: str = "record",
+            records_per_person: int | None = None, person_gradient: str = "mean", **chosen: Unpack[Chosen],
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         conflicts.refuse(self.features)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fodp_lab.paper import twin  # noqa: F401  registers its method
 from fodp_lab.paper.execute import execute
 from fodp_lab.paper.spec import RunSpec, recorded
 

@@ -109,8 +109,8 @@ class Rate(Option):
 
     @property
     def features(self) -> Mapping[str, str]:
-        chosen = (f"lr={self.lr!r}", f"lr_schedule={self.lr_schedule!r}", f"rate_rule={self.rate_rule!r}")
-        return {word: word for word in chosen}
+        word = f"rate_rule={self.rate_rule!r}"
+        return {word: word}
 
     def start(self, run: Beginning) -> FollowedTranscript | None:
         return FollowedTranscript(run.plan.steps) if self.follows else None

@@ -93,10 +93,7 @@ class Factors(Scaling):
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, str) or not isinstance(self.shape, Sequence):
-            raise ConfigurationError(
-                f"shape must be none, fan-in, kronecker, transcript or a list of numbers, got "
-                f"{_checks.shown(self.shape)}"
-            )
+            raise ConfigurationError(f"shape must be a word or a list of numbers, got {_checks.shown(self.shape)}")
         numbers = tuple(_checks.positive("each of shape", value) for value in self.shape)
         object.__setattr__(self, "shape", numbers)
 

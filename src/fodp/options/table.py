@@ -143,11 +143,10 @@ def row_of(kind: str, value: Any) -> Row | None:
     if here.may_be_none and value == here.nothing and type(value) is type(here.nothing):
         return None
     rows = {row.word: row for row in OPTIONS if row.kind == kind}
-    if isinstance(value, str) and value in rows:
-        return rows[value]
-    if None in rows:
+    words = words_of(kind)
+    if None in rows and not (isinstance(value, str) and words):
         return rows[None]
-    return rows[_checks.one_of(here.name, value, [*([here.nothing] if here.may_be_none else []), *words_of(kind)])]
+    return rows[_checks.one_of(here.name, value, [here.nothing, *words] if here.may_be_none else words)]
 
 
 def row_for(kind: str, option: Any) -> Row:
