@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fodp import _checks
+from fodp import _checks, conflicts
 from fodp._checks import ConfigurationError
 from fodp.clipping.maps import Factor
 from fodp.options.option import Beginning, Option
@@ -146,10 +146,8 @@ class Kronecker(FanIn):
         from fodp.options.kronecker import KroneckerScaling
 
         if run.sample is None:
-            raise ConfigurationError(
-                "shape='kronecker' shows made-up records to the model and its loss, and in a loop of your own the loss "
-                "is yours: use fodp.Trainer, or another shape"
-            )
+            conflicts.refuse({"shape='kronecker'": "shape='kronecker'", "own loop": "a loop of your own"})
+        assert run.sample is not None
         return KroneckerScaling(self, run.engine, run.sample, run.same)
 
     def in_short(self, steps: int, of: int) -> dict[str, Any]:
