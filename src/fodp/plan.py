@@ -337,7 +337,7 @@ def _chosen(said: Mapping[str, Any]) -> dict[str, Any]:
     flat = {name: _checks.builtin(value) for name, value in params.items()}
     flat = folded(flat, {kind: said[kind] for kind in KINDS if kind in said})
     method, flat = recipe.completed(said.get("method"), flat, exact_noise=said.get("exact_noise") is True)
-    if method in METHODS:
+    if isinstance(method, str) and method in METHODS:  # else that is what is told
         find(method).from_dict(flat)
     return {"method": method, "params": flat}
 

@@ -100,7 +100,7 @@ class TestTrain:
     def test_writes_a_complete_run_folder(self, capsys, tmp_path):
         out_dir = tmp_path / "run"
         code, out, _ = run(
-            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json", "--set", "beta=0.8",
+            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json", "--method", "fo-dp-sgd", "--set", "beta=0.8",
             "--lr", "0.3", "--out", str(out_dir), "--threads", "1",
         )  # fmt: skip
         assert code == 0
@@ -312,7 +312,7 @@ class TestFolders:
         assert "--clip-norm" in err
 
     def test_resuming_takes_the_plan_of_the_run_and_does_not_calibrate_again(self, capsys, tmp_path, monkeypatch):
-        words = [*QUICK, "--set", "beta=((0, 0.9), (5, 0.5))"]  # comes back from JSON as lists
+        words = [*QUICK, "--method", "fo-dp-sgd", "--set", "beta=((0, 0.9), (5, 0.5))"]  # comes back from JSON as lists
         place = words.index("--noise-multiplier")
         words[place : place + 2] = ["--target-epsilon", "3"]
         assert run(capsys, "train", *words, "--out", str(tmp_path / "r"))[0] == 0
