@@ -100,8 +100,8 @@ class TestTrain:
     def test_writes_a_complete_run_folder(self, capsys, tmp_path):
         out_dir = tmp_path / "run"
         code, out, _ = run(
-            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json", "--method", "fo-dp-sgd", "--set", "beta=0.8",
-            "--lr", "0.3", "--out", str(out_dir), "--threads", "1",
+            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json",
+            "--method", "fo-dp-sgd", "--set", "beta=0.8", "--lr", "0.3", "--out", str(out_dir), "--threads", "1",
         )  # fmt: skip
         assert code == 0
         result = json.loads(out.splitlines()[-1])
