@@ -95,7 +95,9 @@ def _refuse_unused(name: str, value: Any, default: Any) -> None:
     """A value that is the default is what was recorded of another choice, and may stay."""
     if isinstance(default, float):
         _checks.number(name, value)
-    if value != default and not (isinstance(default, tuple) and list(default) == value):
+    if isinstance(default, tuple):
+        value = _checks.numbers(name, value)
+    if value != default:
         raise ConfigurationError(unused(name, needed_for(name)))
 
 
