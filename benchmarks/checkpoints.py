@@ -48,7 +48,7 @@ def trainer(parameters: int, window: int) -> fodp.Trainer:
     model = nn.Linear(width, width, bias=False)
     plan = fodp.Plan(
         sampling_rate=0.5, steps=100, lot_size=2, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, accountant="rdp",
-        params=dict(window=window, tau=0.0),
+        params=dict(window=window, tau=0.0), method="fo-dp-sgd",
     )  # fmt: skip
     data = (torch.zeros(4, width),)
     made = fodp.Trainer(model, lambda m, batch: m(batch[0]).sum(1), data, plan)

@@ -59,7 +59,7 @@ def work(rank: int, count: int, store: str, workload: str, lot: int, steps: int)
     data = what.data()
     plan = Plan(
         sampling_rate=lot / len(data[0]), steps=steps + 5, lot_size=lot, clip_norm=1.0, noise_multiplier=1.0,
-        delta=1e-5, seed=0, params=dict(window=8),
+        delta=1e-5, seed=0, params=dict(window=8), method="fo-dp-sgd",
     )  # fmt: skip
     torch.manual_seed(0)
     session = Trainer(what.model(), losses, data, plan).session

@@ -15,7 +15,14 @@ net = NeuralNetClassifier(
 ).initialize()
 
 plan = fodp.Plan.calibrated(
-    target_epsilon=3, delta=1e-5, sampling_rate=0.1, steps=100, lot_size=200, clip_norm=1.0, params=dict(lr=1.0)
+    target_epsilon=3,
+    delta=1e-5,
+    sampling_rate=0.1,
+    steps=100,
+    lot_size=200,
+    clip_norm=1.0,
+    params=dict(lr=1.0),
+    method="fo-dp-sgd",
 )
 private = (torch.from_numpy(rows[:2000]), torch.from_numpy(labels[:2000]))
 trainer = fodp.Trainer(

@@ -12,6 +12,7 @@ import fodp
 from fodp.cli.main import main
 from fodp.cli.methods import markdown, method_rows
 from fodp.methods import METHODS
+from fodp.options import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/tutorial.md", "docs/budgets.md")
@@ -19,11 +20,12 @@ PAGES = ("README.md", "docs/tutorial.md", "docs/budgets.md")
 
 @pytest.fixture(autouse=True)
 def table_as_it_was():
-    """Examples may register methods; later tests must not see them."""
-    before = dict(METHODS)
+    """Examples may register methods and options; later tests must not see them."""
+    before, rows = dict(METHODS), list(OPTIONS)
     yield
     METHODS.clear()
     METHODS.update(before)
+    OPTIONS[:] = rows
 
 
 def blocks(page, language):

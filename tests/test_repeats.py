@@ -27,7 +27,16 @@ def losses(model, batch):
 
 
 def plan(**changes):
-    base = dict(sampling_rate=0.1, steps=2, lot_size=20, clip_norm=1, noise_multiplier=1, delta=1e-5, accountant="rdp")
+    base = dict(
+        sampling_rate=0.1,
+        steps=2,
+        lot_size=20,
+        clip_norm=1,
+        noise_multiplier=1,
+        delta=1e-5,
+        accountant="rdp",
+        method="fo-dp-sgd",
+    )
     return fodp.Plan(**base | changes)
 
 

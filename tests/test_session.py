@@ -14,7 +14,6 @@ from fodp import sampling
 from fodp.accounting import Event, Phase
 from fodp.layout import GradientBuffer
 from fodp.methods import METHODS, Method, find, register
-from fodp.methods.base import CommonParams
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.sampling import Fetcher, PoissonSampler
@@ -35,7 +34,16 @@ def losses(model, batch):
 
 
 def plan(**changes):
-    base = dict(sampling_rate=0.2, steps=20, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0)
+    base = dict(
+        sampling_rate=0.2,
+        steps=20,
+        lot_size=12,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        seed=0,
+        method="fo-dp-sgd",
+    )
     return fodp.Plan(**{**base, **changes})
 
 
@@ -190,7 +198,7 @@ class Careless(Method):
     summary = reference = noise_meaning = "for tests"
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Params(CommonParams):
+    class Params:
         mistake: str = ""
 
     def events(self, plan):

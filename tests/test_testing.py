@@ -8,7 +8,7 @@ import torch
 import fodp
 from fodp import testing
 from fodp.accounting import Event, Phase
-from fodp.methods import METHODS, CommonParams
+from fodp.methods import METHODS
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
@@ -143,7 +143,7 @@ class PromisesTooLittle(SignSGD):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Careless(CommonParams):
+class Careless:
     """Nobody looks at `strength`."""
 
     strength: float = 1.0

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp import _words, accounting
 from fodp.cli.main import main
+from fodp.sizes import SIZES
 
 PUBLIC = dict(sampling_rate=0.1, steps=10, lot_size=20, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
 DATA = TensorDataset(torch.zeros(40, 4), torch.zeros(40, dtype=torch.int64))
@@ -26,7 +27,7 @@ def network():
 
 
 def test_the_fields_that_words_are_explained_with_are_those_of_a_plan():
-    assert {f.name for f in fields(fodp.Plan)} == _words.FIELDS
+    assert {f.name for f in fields(fodp.Plan)} | {*SIZES} == _words.FIELDS
 
 
 @pytest.mark.rule(14)
@@ -40,8 +41,9 @@ def test_the_fields_that_words_are_explained_with_are_those_of_a_plan():
         ("sample_rate", "here it is sampling_rate"),
         ("sampling_prob", "here it is sampling_rate"),
         ("num_updates", "here it is steps"),
-        ("epochs", r"here it is steps, which is round\(epochs / sampling_rate\)"),
-        ("batch_size", "here it is lot_size"),
+        ("num_epochs", "here it is epochs"),
+        ("batch_size", "here it is batch, with public_size"),
+        ("dataset_size", "here it is public_size"),
         ("target_epsilon", r"Plan\.calibrated"),
         ("secure_mode", "come from the operating system"),
     ],
@@ -69,7 +71,7 @@ def test_doors_send_words_of_a_plan_to_the_plan(door):
     assert said.startswith("5 things to mend: (1) ")
     for part in (
         "Plan(clip_norm=…)",
-        "round(epochs / sampling_rate)",
+        "Plan(epochs=…)",
         "Plan(noise_multiplier=…)",
         "here it is dataset",
     ):
@@ -91,7 +93,7 @@ def test_calculators_answer_words_of_other_libraries():
     ("words", "here"),
     [
         (["--max-grad-norm", "1"], "--max-grad-norm is --clip-norm here"),
-        (["--batch-size=64"], "--batch-size is --lot-size, with --sampling-rate here"),
+        (["--batch-size=64"], "--batch-size is --batch here"),
         (
             ["--target-delta", "1e-5", "--sigma", "2"],
             "--target-delta is --delta here; --sigma is --noise-multiplier here",
@@ -125,7 +127,10 @@ def test_arguments_in_another_order(order):
 @pytest.mark.rule(14)
 def test_all_that_is_wrong_with_a_plan_stands_in_one_message():
     with pytest.raises(fodp.ConfigurationError) as raised:
-        fodp.Plan(**PUBLIC | dict(clip_norm=-1, steps=0, delta=3, accountant="x", unit="y", params=dict(beta=7)))
+        fodp.Plan(
+            **PUBLIC
+            | dict(clip_norm=-1, steps=0, delta=3, accountant="x", unit="y", method="fo-dp-sgd", params=dict(beta=7))
+        )
     said = str(raised.value)
     assert said.startswith("6 things to mend: (1) ")
     for name in ("clip_norm", "steps", "delta", "accountant", "unit", "beta"):

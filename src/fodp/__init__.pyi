@@ -8,6 +8,7 @@ from . import losses as losses
 from . import memory as memory
 from . import methods as methods
 from . import noise as noise
+from . import options as options
 from . import testing as testing
 from ._checks import BudgetError as BudgetError
 from ._checks import ConfigurationError as ConfigurationError

@@ -157,6 +157,13 @@ def whole(name: str, value: object, minimum: int = 1, maximum: int | None = None
     return checked
 
 
+def numbers(name: str, values: object) -> tuple[float, ...]:
+    """A sequence of finite numbers."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ConfigurationError(f"{name} must be a sequence of numbers, got {shown(values)}")
+    return tuple(number(f"each of {name}", value) for value in values)
+
+
 def builtin(value: Any) -> Any:
     """Numbers of NumPy's as Python's, also within lists and tuples, so that they can be stored; others as they are."""
     if type(value) in (list, tuple):

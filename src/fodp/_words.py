@@ -10,11 +10,12 @@ from fodp._checks import ConfigurationError, listed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of a plan; a test compares.
+# Of a plan, and public sizes in their place; a test compares.
 FIELDS = frozenset(
     (
         "sampling_rate", "steps", "lot_size", "clip_norm", "noise_multiplier", "delta", "method", "params",
         "accountant", "seed", "exact_noise", "unit", "records_per_person", "person_gradient",
+        "public_size", "batch", "epochs",
     )
 )  # fmt: skip
 
@@ -37,15 +38,11 @@ _NAMES: dict[Name, str] = {
     Name("steps", "--epochs"): "num_steps max_steps n_steps iterations num_iterations num_updates",
     Name("delta", "--delta"): "target_delta",
     Name("seed", "--seed"): "random_seed random_state noise_seed",
-    Name("steps, which is round(epochs / sampling_rate)", "--epochs"): (
-        "epochs num_epochs max_epochs num_train_epochs n_epochs"
+    Name("epochs", "--epochs"): "num_epochs max_epochs num_train_epochs n_epochs",
+    Name("batch, with public_size, a public guess of how many records there are", "--batch"): (
+        "batch_size expected_batch_size per_device_train_batch_size train_batch_size"
     ),
-    Name(
-        "lot_size, the public number of examples in a lot, with sampling_rate = lot_size / a public guess of how many "
-        "records there are",
-        "--lot-size, with --sampling-rate",
-    ): "batch_size expected_batch_size per_device_train_batch_size train_batch_size",
-    Name("sampling_rate, which is lot_size / a public guess of how many records there are", "--assume-size"): (
+    Name("public_size, a public guess of how many records there are", "--public-size"): (
         "dataset_size num_examples num_samples sample_size n_samples num_records"
     ),
     Name("Plan.calibrated(target_epsilon=…), which finds the noise", "--target-epsilon"): (

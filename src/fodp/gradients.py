@@ -64,8 +64,12 @@ class Source(Protocol):
     def unchanged(self) -> Any:
         """A context around a step: `refuse_changes()` raises if the model has kept something of the examples."""
 
-    def scaling(self, shape: Any, same: Any) -> Any:
-        """The state of a scaling option, which may look at the model through public records."""
+    @property
+    def engine(self) -> Any:
+        """The clipping engine of the model, which a scaling may ask about public records."""
+
+    def public_records(self, scaling: Any) -> Callable[[int], Any] | None:
+        """Public records for a step, as the loss takes them; None: the loss is the owner's."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a seeded run needs to go on bit for bit."""

@@ -1,24 +1,46 @@
 """A plan: all public numbers of a run, and the one place that claims differential privacy."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from fodp import _checks, _words, accounting
+from fodp import _checks, _words, accounting, conflicts
 from fodp._checks import ConfigurationError
-from fodp.accounting import ACCOUNTANTS, MOST_STEPS, Event, Phase, rounded_up
+from fodp.accounting import ACCOUNTANTS, Event, Phase
 from fodp.described import Described, protected_unit
-from fodp.methods import METHODS, Method, find
-from fodp.methods.parts.schedule import Numbers, Schedule, pieces
+from fodp.methods import METHODS, Method, find, recipe
 from fodp.noise.banded import accumulated_noise
+from fodp.options import KINDS, Options
+from fodp.options.chosen import folded
+from fodp.options.schedule import Numbers
+from fodp.options.table import known_names
+from fodp.sizes import CHECKS, SIZES, completed
+from fodp.statement import statement
+
+if TYPE_CHECKING:
+    from fodp import options
 
 UNITS = ("record", "person")
 _COMBINED = ("mean", "sum")
+_OPEN: Any = None  # a number that may follow from others
 
 
-def _required(plan_field: Field[Any]) -> bool:
-    return plan_field.default is MISSING and plan_field.default_factory is MISSING
+class Chosen(TypedDict, total=False):
+    """What may be said beside the fields of a plan: public sizes, and options as objects."""
+
+    public_size: int
+    batch: float
+    epochs: float
+    rate: "options.Rate"
+    update: "options.Update"
+    filter: "options.Filter"
+    clip: "options.Clip"
+    quantile: "options.Quantile"
+    scaling: "options.Scaling"
+    noise_schedule: "options.NoiseSchedule"
+    clip_schedule: "options.ClipSchedule"
+    average: "options.Average"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +52,18 @@ class Plan:
     sees all releases (so also for whoever sees the model at any step). Every number here is public and must not be
     computed from the data: not the sampling rate, not the lot size (rule 1).
 
-    sampling_rate: probability q that an example takes part in a step.
-    steps: number T of steps.
-    lot_size: the public number L by which sums are divided (about q times a public guess of the size).
-    clip_norm: C, the most one example's gradient may weigh.
+    sampling_rate: probability q that an example takes part in a step; or batch / public_size.
+    steps: number T of steps; or round(epochs / q).
+    lot_size: the public number L by which sums are divided; or the batch, or q times the public size.
+    clip_norm: C, the most one example's gradient may weigh, 1 unless given.
     noise_multiplier: the method's one noise number; `fodp.methods` says what it means for each.
-    delta: δ; should be well below one over the number of people.
-    method, params: the private optimizer and its public parameters.
+    delta: δ; should be well below one over the number of people. With a public size 1e-5 or a tenth of one over it.
+    public_size, batch, epochs: public guesses of how many records there are, how many of them a step draws, and how
+        often each is drawn, in place of the numbers above; what is given twice must agree.
+    method, params: the private optimizer and its public parameters, options included. Without a method it is the
+        recommended recipe (`fodp.methods.recipe`), with these params.
+    rate, update, filter, clip, quantile, scaling, noise_schedule, clip_schedule, average: options as objects of
+        `fodp.options`, in place of their spelling in params: `average=fodp.options.Ema(0.99)`.
     accountant: "pld" (tight, default), "rdp" or "rdp-classic" (the paper's formula).
     seed: None for a real run; a number for repeatable research, which is not private against readers of it.
     exact_noise: release on a grid with exactly rounded noise, against attacks on low bits (`fodp.noise.exact`).
@@ -54,13 +81,13 @@ class Plan:
         17.4
     """
 
-    sampling_rate: float
-    steps: int
-    lot_size: float
-    clip_norm: float
+    sampling_rate: float = _OPEN
+    steps: int = _OPEN
+    lot_size: float = _OPEN
+    clip_norm: float = 1.0
     noise_multiplier: float
-    delta: float
-    method: str = "fo-dp-sgd"
+    delta: float = _OPEN
+    method: str = _OPEN
     params: Mapping[str, Any] = field(default_factory=dict)
     accountant: str = "pld"
     seed: int | None = None
@@ -69,10 +96,18 @@ class Plan:
     records_per_person: int | None = None
     person_gradient: str = "mean"
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, noise_multiplier: float, sampling_rate: float | None = None, steps: int | None = None,
+            lot_size: float | None = None, clip_norm: float = 1.0, delta: float | None = None,
+            method: str | None = None, params: Mapping[str, Any] = ..., accountant: str = "pld",
+            seed: int | None = None, exact_noise: bool = False, unit: str = "record",
+            records_per_person: int | None = None, person_gradient: str = "mean", **chosen: Unpack[Chosen],
+        ) -> None: ...  # fmt: skip
+
     def __post_init__(self) -> None:
-        for name in ("sampling_rate", "steps", "lot_size", "clip_norm", "noise_multiplier", "delta", "seed"):
-            object.__setattr__(self, name, _checks.builtin(getattr(self, name)))
-        _checks.together(*field_checks(vars(self)), self._check_params, self._check_unit)
+        conflicts.refuse(self.features)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         for numbers in self._numbers().values():
             _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
@@ -87,46 +122,29 @@ class Plan:
 
     def __repr__(self) -> str:
         """What was chosen: of the method's parameters those that differ from their defaults."""
-        defaults = {f.name: f.default for f in fields(self.algorithm.Params)}
-        chosen = {name: value for name, value in self.params.items() if value != defaults[name]}
+        usual = find(self.method).from_dict({}).describe()
+        chosen = {name: value for name, value in self.params.items() if name not in usual or value != usual[name]}
         given = {**self.to_dict(), "params": chosen}
-        asked = [f for f in fields(self) if f.name in given]
-        shown = {f.name: given[f.name] for f in asked if _required(f) or given[f.name] not in (f.default, {})}
+        shown = {
+            f.name: given[f.name] for f in fields(self) if f.name in given and given[f.name] not in (f.default, {})
+        }
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-    def _check_params(self) -> None:
-        if not isinstance(self.params, Mapping):
-            raise ConfigurationError(f"params must be a mapping of names to values, got {type(self.params).__name__}")
-        if isinstance(self.method, str) and self.method in METHODS:  # else that is what is told
-            _ = self.algorithm
-
-    def _check_unit(self) -> None:
-        _checks.one_of("unit", self.unit, UNITS)
-        _checks.one_of("person_gradient", self.person_gradient, _COMBINED)
-        if self.unit == "person":
-            if self.records_per_person is None:
-                raise ConfigurationError(
-                    "unit='person' needs records_per_person, a public number: how many of a person's records a step "
-                    "uses at most"
-                )
-            object.__setattr__(self, "records_per_person", _checks.whole("records_per_person", self.records_per_person))
-        elif self.records_per_person is not None or self.person_gradient != "mean":
-            raise ConfigurationError(
-                "records_per_person and person_gradient are about people: add unit='person', or leave them out"
-            )
+    @property
+    def features(self) -> dict[str, str]:
+        """Words for the table of conflicts, of all that is in the plan, each with what a message calls it."""
+        found = self.algorithm.features
+        if self.exact_noise:
+            found["exact_noise"] = "exact_noise"
+        return found | {f"unit={self.unit!r}": f"unit={self.unit!r}"}
 
     def _check_turns(self, turns: int) -> None:
-        """Records take turns, and the noise is correlated."""
+        """Records take turns."""
         if turns * self.sampling_rate > 1 + 1e-9:
             raise ConfigurationError(
                 f"with {turns} groups of records that take turns, a record whose turn it is would be drawn with "
                 f"probability {turns}·{self.sampling_rate:g} = {turns * self.sampling_rate:g}: take at most "
                 f"{int(1 / self.sampling_rate + 1e-9)} bands, or a lower sampling_rate"
-            )
-        if self.exact_noise and len(self.algorithm.strategy()) > 1:
-            raise ConfigurationError(
-                f"exact_noise lies on a grid, and {self.method} with {turns} bands adds up multiples of earlier noise, "
-                "which do not: leave out exact_noise, or use bands=1"
             )
 
     @staticmethod
@@ -138,6 +156,11 @@ class Plan:
     def algorithm(self) -> Method:
         """The method with its parameters."""
         return find(self.method).from_dict({name: _checks.builtin(value) for name, value in self.params.items()})
+
+    @property
+    def options(self) -> Options:
+        """The options that compose with the method, as objects."""
+        return self.algorithm.options
 
     def events(self) -> tuple[Phase, ...]:
         """Every step's privacy events, promised before any data is touched."""
@@ -158,7 +181,7 @@ class Plan:
 
     def _numbers(self) -> dict[int, Numbers]:
         """The public numbers from each step on at which a schedule changes one of them; empty without a schedule."""
-        schedules = self.algorithm.parts.schedules
+        schedules = self.options.schedules
         return {} if schedules is None else {at: schedules.at(self, at) for at in schedules.starts(self.steps)}
 
     def _scheduled_events(self, numbers: Mapping[int, Numbers]) -> tuple[Phase, ...]:
@@ -248,54 +271,107 @@ class Plan:
 
         `steps` is where the run was fixed beforehand to end, `epsilon` a smaller ε that a budget guarantees.
         """
-        return _statement(self, steps=steps, epsilon=epsilon)
+        return statement(self, steps=steps, epsilon=epsilon)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Refuse unknown fields of a plan by name, where Python would speak of an unexpected keyword argument.
+    """Take public sizes and options as objects beside the fields, and refuse unknown names in our words.
 
     Whatever is wrong with the other fields stands in the same message. A plan of the user's that says little about
     privacy is made, with a warning.
     """
+    own, beside = [f.name for f in fields(Plan)], {*SIZES, *KINDS}
 
     @wraps(init)
     def checked(self: Plan, **public: Any) -> None:
-        unknown = [
-            _unknown_field(name, public[name]) for name in sorted(public.keys() - {f.name for f in fields(Plan)})
-        ]
+        said = {name: _checks.builtin(value) for name, value in public.items()}
+        unknown = [_unknown_field(name, said[name]) for name in sorted(said.keys() - own - beside)]
         if unknown:
-            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*field_checks(public)))]))
-        init(self, **public)
+            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*field_checks(said)))]))
+        given = {name: value for name, value in said.items() if name not in beside}
+        if "noise_multiplier" in said:  # else Python says that it is missing
+            given |= _all_of(said)
+        init(self, **given)
         if _checks.called_by_the_user():
             warn_of_little_privacy(self)
 
     return checked
 
 
+def _all_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that follow from others, once all that was said is right; else one refusal of all that is wrong."""
+    found: dict[str, Any] = {}
+
+    def fill_in() -> None:
+        if not _checks.refusals(*field_checks(said)):  # which are told by themselves
+            found.update(completed(said))
+
+    checks = (fill_in, lambda: found.update(_chosen(said)), lambda: found.update(_unit(said)))
+    _checks.together(*field_checks(said), *checks)
+    return found
+
+
+def _unit(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Who is protected."""
+    unit, most = said.get("unit", "record"), said.get("records_per_person")
+    how = _checks.one_of("person_gradient", said.get("person_gradient", "mean"), _COMBINED)
+    if _checks.one_of("unit", unit, UNITS) == "person":
+        if most is None:
+            raise ConfigurationError(
+                "unit='person' needs records_per_person, a public number: how many of a person's records a step "
+                "uses at most"
+            )
+        return {"records_per_person": _checks.whole("records_per_person", most)}
+    if most is not None or how != "mean":
+        raise ConfigurationError(
+            "records_per_person and person_gradient are about people: add unit='person', or leave them out"
+        )
+    return {}
+
+
+def _chosen(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Method and flat parameters, with objects in their flat spelling."""
+    params = said.get("params", {})
+    if not isinstance(params, Mapping):
+        raise ConfigurationError(f"params must be a mapping of names to values, got {type(params).__name__}")
+    flat = {name: _checks.builtin(value) for name, value in params.items()}
+    flat = folded(flat, {kind: said[kind] for kind in KINDS if kind in said})
+    method, flat = recipe.completed(said.get("method"), flat, exact_noise=said.get("exact_noise") is True)
+    if isinstance(method, str) and method in METHODS:  # else that is what is told
+        find(method).from_dict(flat)
+    return {"method": method, "params": flat}
+
+
 def _unknown_field(name: str, value: Any) -> str:
-    if any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
+    if name in known_names() or any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
         return f"{name} is a parameter of the method: put it into params, params=dict({name}={_checks.shown(value)})"
     here = _words.answer(name)
     if here is not None:
         return f"a plan has no field {name!r}: here it is {here}"
-    return f"a plan has no field {name!r}; it knows {', '.join(sorted(f.name for f in fields(Plan)))}"
+    return (
+        f"a plan has no field {name!r}; it knows {', '.join(sorted([*SIZES, *KINDS, *(f.name for f in fields(Plan))]))}"
+    )
 
 
 def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
     """The checks of single fields, of those that are given."""
     known: dict[str, Callable[[str, Any], object]] = {
-        "sampling_rate": _checks.fraction,
-        "steps": lambda name, value: _checks.whole(name, value, maximum=MOST_STEPS),
-        "lot_size": _checks.positive,
+        **CHECKS,
         "noise_multiplier": _checks.positive,
         "clip_norm": _checks.clip_norm,
-        "delta": _checks.open_fraction,
         "accountant": lambda name, value: _checks.one_of(name, value, ACCOUNTANTS),
         "seed": lambda name, value: value is None or _checks.whole(name, value, minimum=0),
         "exact_noise": _check_switch,
         "method": lambda name, value: find(value),
     }
-    return [partial(check, name, given[name]) for name, check in known.items() if name in given]
+    return [
+        partial(check, name, given[name])
+        for name, check in known.items()
+        if name in given and not (given[name] is None and name in _MAY_BE_OPEN)
+    ]
+
+
+_MAY_BE_OPEN = {*CHECKS, "method"}
 
 
 def _check_switch(name: str, value: Any) -> None:
@@ -356,105 +432,3 @@ def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> N
 
 
 Plan.__init__ = _in_words(Plan.__init__)  # type: ignore[method-assign]
-
-
-def _statement(plan: Plan, *, steps: int | None, epsilon: float | None) -> str:
-    """What the plan promises, to whom, under which assumptions, and what it leaves out.
-
-    `steps` is where the run was fixed beforehand to end, the plan's own end unless given; `epsilon` a smaller ε that
-    a budget guarantees.
-    """
-    steps = plan.steps if steps is None else steps
-    phases = accounting.truncate(plan.events(), steps)
-    epsilon = plan.epsilon(steps=steps) if epsilon is None else epsilon
-    pair = accounting.epsilon_for_group(phases, plan.delta, 2)
-    exchanged = accounting.epsilon_replace_one(phases, plan.delta)
-    randomness = (
-        "Randomness: secure. Masks and noise come from operating-system entropy; no key is recorded."
-        if plan.seed is None
-        else "Randomness: SEEDED, a research mode. Whoever knows the seed can subtract the noise "
-        "and learn who took part: against them there is no guarantee at all. The seed must not be used for a second "
-        "run, on this or other data: whoever sees both subtracts the noise without knowing the seed."
-    )
-    words, (unit, *how) = _WORDS[plan.unit](plan), plan.described().sentences()
-    unprotected = (
-        "timing attacks; rounding inside the model's passes (the noise itself is exact, on a grid)"
-        if plan.exact_noise
-        else "floating-point and timing attacks"
-    )
-    lines = [
-        f"This run is ({rounded_up(epsilon)}, {rounded_up(plan.delta, 6)})-differentially private.",
-        unit,
-        f"Mechanism: {plan.method}, {steps} steps; {words.clipped}{_clipping(plan, steps)}, "
-        f"noise multiplier {plan.noise_multiplier:.6g}{_factors(plan.algorithm.params.noise_schedule, steps)}.",
-        *how,
-        randomness,
-        "It holds against someone who sees every private release, and so the model after every step.",
-        f"{words.two}: epsilon {rounded_up(pair)} at the same delta; {words.more}, more.",
-        f"{words.replaced}: epsilon {rounded_up(exchanged)} at the same delta.",
-        f"Not covered: {words.beyond}the choice of hyper-parameters if it was made by looking at this data; scores on "
-        "data that is itself private; other runs on the same data (their budgets add up); "
-        "random numbers that the model, loss, data set or augmentation takes from generators of their own; "
-        f"{unprotected}; the public numbers of the plan (sampling rate, lot size, steps, classes{words.public}), which "
-        "must not come from the data.",
-    ]
-    return "\n".join(lines)
-
-
-class _Words(NamedTuple):
-    """What a statement calls the unit."""
-
-    clipped: str
-    two: str
-    more: str
-    replaced: str
-    beyond: str
-    public: str
-
-
-def _of_records(plan: Plan) -> _Words:
-    return _Words(
-        clipped="each example's gradient",
-        two="A person with 2 examples in the data",
-        more="with k examples",
-        replaced="Replacing one example instead of adding or removing it",
-        beyond="",
-        public="",
-    )
-
-
-def _of_people(plan: Plan) -> _Words:
-    return _Words(
-        clipped="each person's gradient",
-        two="Two people together, or one person whose records have 2 owners' names",
-        more="with k people or names",
-        replaced="Replacing one person, or changing their records, instead of adding or removing them",
-        beyond="what other people's records tell about a person; ",
-        public=", records per person",
-    )
-
-
-_WORDS: dict[str, Callable[[Plan], _Words]] = {"record": _of_records, "person": _of_people}
-
-
-def _clipping(plan: Plan, steps: int) -> str:
-    factors = _factors(plan.algorithm.params.clip_schedule, steps)
-    parts = plan.algorithm.parts
-    shaped = "" if parts.shape is None else f", each parameter's part {parts.shape.in_words},"
-    if parts.layers is None:
-        done = "clipped" if parts.stability is None else "scaled"
-        return f"{shaped} is {done} to norm {plan.clip_norm:g}{factors}"
-    return (
-        f"{shaped} is clipped layer by layer, each to a public share of norm {plan.clip_norm:g}{factors} "
-        "and all together to that norm"
-    )
-
-
-def _factors(schedule: Schedule | None, steps: int) -> str:
-    """A public schedule of factors in words; nothing where there is none."""
-    if schedule is None:
-        return ""
-    held = pieces(schedule, steps)
-    shown = [f"{value:g} for {count} steps" for value, count in held[:6]]
-    more = f" and {len(held) - 6} more values" if len(held) > 6 else ""
-    return f" (times a public schedule: {', '.join(shown)}{more})"

@@ -12,22 +12,22 @@ from torch import Tensor
 from fodp import _checks, kernels
 from fodp._checks import LedgerError, PrivacyError
 from fodp._forks import Owner
-from fodp.clip import FLAT, ByLayer, ClipRule, Normalised
 from fodp.clipping.maps import Factor, share
 from fodp.gradients import Gradients, Points, Source
-from fodp.methods.parts.adaptive_clip import AdaptiveClip
-from fodp.methods.parts.averages import RunningAverage
-from fodp.methods.parts.filters import RESPONSE_LENGTH, NoFilter
-from fodp.methods.parts.rate_rules import FollowedTranscript
 from fodp.noise import Streams
 from fodp.noise.banded import BandedNoise
 from fodp.noise.exact import ExactNoise
+from fodp.options import Beginning
+from fodp.options.average import RunningAverage
+from fodp.options.filter import RESPONSE_LENGTH, NoFilter
+from fodp.options.quantile import AdaptiveClip
+from fodp.options.rate_rules import FollowedTranscript
+from fodp.options.scaling import ScalingState
 from fodp.plan import Plan
 from fodp.processes import ALONE, Processes
 from fodp.queries import Query
 from fodp.release import FreshNoise, Noise
 from fodp.sampling import Lot, Lots
-from fodp.shaping import Shaping
 from fodp.step import Step
 
 MakeStep = Callable[["Session", int], Step]
@@ -85,7 +85,7 @@ class Session:
         self.number = 0  # of the next step
         noise = noise_of(plan, noise_streams or streams)
         self.noise = processes.noise(noise)
-        self.rule = _rule(plan, source)
+        self.rule = plan.options.clip.rule(source.layout.names)
         self.states: dict[str, Any] = started(plan, source, noise, processes)
         self.witness: Witness | None = None  # of a seeded run that is kept in a ledger
         self._make_step: MakeStep = Step
@@ -163,7 +163,7 @@ class Session:
         return self.states.get("clip")
 
     @property
-    def scaling(self) -> Shaping | None:
+    def scaling(self) -> ScalingState | None:
         """The public factors before clipping, if there are any."""
         return self.states.get("scaling")
 
@@ -177,7 +177,7 @@ class Session:
         """C of the next step: the plan's, the scheduled or the adapted one."""
         if self.adaptive_clip is not None:
             return self.adaptive_clip.clip_norm
-        schedules = self.method.parts.schedules
+        schedules = self.method.options.schedules
         return (self.plan if schedules is None else schedules.at(self.plan, self.number)).clip_norm
 
     def noise_variance(self) -> float:
@@ -321,28 +321,27 @@ def noise_of(plan: Plan, streams: Streams) -> Noise:
 
 def started(plan: Plan, source: Source, noise: Noise, processes: Processes) -> dict[str, Any]:
     """The fresh state of the method and of every option that carries one, by name."""
-    method, layout = plan.algorithm, source.layout
-    parts, std = method.parts, plan.noise_multiplier * plan.clip_norm
-    states: dict[str, Any] = {
-        "method": method.init(plan, layout.size),
-        "filter": NoFilter() if parts.filter is None else parts.filter.start(std, layout.size),
+    chosen, size = plan.options, source.layout.size
+    beginning = Beginning(
+        plan=plan,
+        size=size,
+        multipliers=[phase.events[-1].noise_multiplier for phase in plan.events()],
+        engine=source.engine,
+        sample=source.public_records(chosen.scaling),
+        same=processes.from_first,
+    )
+    states: dict[str, Any] = {"method": plan.algorithm.init(plan, size), "filter": NoFilter()}
+    named = {
+        "filter": chosen.filter,
+        "clip": chosen.quantile,
+        "scaling": chosen.scaling,
+        "average": chosen.average,
+        "rate": chosen.rate,
     }
-    if parts.clip is not None:
-        shared = [phase.events[-1].noise_multiplier for phase in plan.events()]
-        states["clip"] = AdaptiveClip(parts.clip, plan.clip_norm, plan.lot_size, shared)
-    if parts.shape is not None:
-        states["scaling"] = source.scaling(parts.shape, processes.from_first)
-    if parts.average is not None:
-        states["average"] = RunningAverage(parts.average)
-    if parts.rates.follows:
-        states["rate"] = FollowedTranscript(plan.steps)
+    for name, option in named.items():
+        state = None if option is None else option.start(beginning)
+        if state is not None:
+            states[name] = state
     if hasattr(noise, "load_state_dict"):
         states["noise"] = noise
     return states
-
-
-def _rule(plan: Plan, source: Source) -> ClipRule:
-    parts = plan.algorithm.parts
-    if parts.layers is not None:
-        return ByLayer(parts.layers.groups(source.layout.names))
-    return FLAT if parts.stability is None else Normalised(parts.stability)

@@ -72,7 +72,7 @@ class Step:
 
     def __init__(self, session: "Session", number: int):
         self._session, self.number = session, number
-        schedules = session.method.parts.schedules
+        schedules = session.method.options.schedules
         self.plan: PublicNumbers = session.plan if schedules is None else schedules.at(session.plan, number)
         adapted = session.adaptive_clip
         self.clip_norm: float = self.plan.clip_norm if adapted is None else adapted.clip_norm

@@ -30,7 +30,7 @@ from fodp.audit import tape
 from fodp.audit.replay import differences
 from fodp.audit.tape import Tape, event_faults, same
 from fodp.methods import METHODS, Method, register
-from fodp.methods.parts.rates import AUTO
+from fodp.options.table import known_names
 from fodp.plan import Plan
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
@@ -154,7 +154,7 @@ def plan(method: str, params: Mapping[str, Any] | None = None, **changes: Any) -
     public |= changes
     public["sampling_rate"] = min(public["sampling_rate"], _highest_rate(method, params or {}))
     made = Plan(**public, method=method, params=params or {})
-    if made.algorithm.params.lr != AUTO or made.algorithm.knows_its_noise:
+    if not made.options.rate.is_automatic or made.algorithm.knows_its_noise:
         return made
     return Plan(**public, method=method, params={**(params or {}), "lr": 0.1})
 
@@ -403,7 +403,8 @@ def _chance(method: str, params: Params) -> Iterator[str]:
 
 
 def _parameters(method: str, params: Params) -> Iterator[str]:
-    for name in ("leraning_rate", *(field.name for field in fields(METHODS[method].Params))):
+    own = [field.name for field in fields(METHODS[method].Params)]
+    for name in ("leraning_rate", *own, *known_names()):
         try:
             plan(method, {**params, name: math.nan})
         except PrivacyError as refusal:

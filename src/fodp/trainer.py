@@ -511,9 +511,9 @@ def _fitting_scheduler(
     """The scheduler, made from the optimizer if it was given as a function."""
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(optimizer)
-    if scheduler is not None and plan.algorithm.parts.rates.acts:
+    if scheduler is not None and plan.options.rate.acts:
         raise ConfigurationError(
-            f"params set {plan.algorithm.parts.rates.moved_by}, and a scheduler is given: both would move the "
+            f"params set {plan.options.rate.moved_by}, and a scheduler is given: both would move the "
             "rate, leave one out"
         )
     if scheduler is not None and scheduler.optimizer is not optimizer:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fodp
-from fodp import audit, shaping
+from fodp import audit
 from fodp.audit.subject import in_short
 from fodp.methods import METHODS
-from fodp.methods.parts import schedule
-from fodp.methods.parts.averages import RunningAverage
+from fodp.options import schedule
+from fodp.options.average import RunningAverage
+from fodp.options.transcript import TranscriptScaling
 from fodp.session import Session
 from fodp.step import Step
 from fodp.training import fitting
@@ -78,13 +79,13 @@ def maps_made_anew_of_the_data(monkeypatch):
 
 def energies_before_their_noise_after_the_warm_up(monkeypatch):
     """Of the first `shape_warmup` releases what is public, of later ones the clean sum."""
-    see = shaping.TranscriptShape.see
+    see = TranscriptScaling.see
 
     def clean(self, query, release, std):
         warm = self._seen >= self._shape.shape_warmup
         see(self, query, query.value if warm else release, 0.0 if warm else std)
 
-    monkeypatch.setattr(shaping.TranscriptShape, "see", clean)
+    monkeypatch.setattr(TranscriptScaling, "see", clean)
     return dict(shape="transcript")
 
 
@@ -107,7 +108,7 @@ def a_schedule_that_stays_at_its_first_piece(monkeypatch):
 
     def at_first(step, session, number):
         made(step, session, number)
-        step.plan = session.method.parts.schedules.at(session.plan, 0)
+        step.plan = session.method.options.schedules.at(session.plan, 0)
 
     monkeypatch.setattr(Step, "__init__", at_first)
     return FEWER
@@ -163,7 +164,7 @@ def test_every_method_has_plans_in_short(method, steps):
     )  # fmt: skip
     short = in_short(whole, steps)
     assert (short.steps, sum(phase.steps for phase in short.events())) == (steps, steps)
-    assert short.algorithm.params.lr_warmup == max(1, 4 * steps // 10)
+    assert short.options.rate.lr_warmup == max(1, 4 * steps // 10)
     kept = ("noise_multiplier", "clip_norm", "lot_size", "sampling_rate", "delta", "method", "seed")
     assert all(getattr(short, name) == getattr(whole, name) for name in kept)
     changed = {name for name in whole.params if whole.params[name] != short.params[name]}
@@ -173,12 +174,12 @@ def test_every_method_has_plans_in_short(method, steps):
 
 def test_what_is_counted_in_steps_acts_in_short():
     params = dict(shape="transcript", beta=((0, 0.9), (250, 0.8), (999, 0.5)), clip_schedule=((0, 1.0), (5000, 2.0)))
-    short = in_short(long("fo-dp-sgd", params, 1000), 10).algorithm.params
-    assert short.beta == ((0, 0.9), (2, 0.8), (9, 0.5))
-    assert short.clip_schedule == ((0, 1.0), (50, 2.0))  # as little as in the plan
-    assert (short.shape_warmup, short.shape_every, short.window) == (1, 0, 8)
-    kronecker = in_short(long("dp-sgd", dict(shape="kronecker", shape_every=999), 1000), 10).algorithm.params
-    assert kronecker.shape_every == 9
+    short = in_short(long("fo-dp-sgd", params, 1000), 10).params
+    assert short["beta"] == ((0, 0.9), (2, 0.8), (9, 0.5))
+    assert short["clip_schedule"] == ((0, 1.0), (50, 2.0))  # as little as in the plan
+    assert (short["shape_warmup"], short["window"]) == (1, 8)
+    kronecker = in_short(long("dp-sgd", dict(shape="kronecker", shape_every=999), 1000), 10).params
+    assert kronecker["shape_every"] == 9
 
 
 def test_records_that_take_turns_have_theirs_in_short():

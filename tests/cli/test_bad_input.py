@@ -119,7 +119,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting[:20])
 def test_settings_of_the_method(capsys, tmp_path, monkeypatch, setting):
     monkeypatch.chdir(tmp_path)
-    assert SETTINGS[setting] in refused(capsys, "train", *SEEDED, "--set", setting)
+    assert SETTINGS[setting] in refused(capsys, "train", *SEEDED, "--method", "fo-dp-sgd", "--set", setting)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,7 +133,7 @@ CONTRADICTIONS = {
     "a count that takes everything": (["--set", "quantile=0.5", "--set", "count_noise=0.1"], "count"),
     "a target out of reach": (["--target-epsilon", "0.001"], "not even one step fits"),
     "nearly no noise": (["--noise-multiplier", "1e-9"], "no finite epsilon"),
-    "a window for ever": (["--set", "window=1000000000"], "window must be at most"),
+    "a window for ever": (["--method", "fo-dp-sgd", "--set", "window=1000000000"], "window must be at most"),
     "too many steps": (["--sampling-rate", "1e-300"], "steps"),
     "public card and own size": (["--assume-size", "9"], "public card"),
 }

@@ -20,6 +20,7 @@ import fodp
 from fodp import accounting
 from fodp.accounting import ACCOUNTANTS, Event, Phase
 from fodp.methods import METHODS
+from fodp.options.table import known_names
 from odd_input_for_tests import mostly_plain, odd, plain, run, text
 
 # ---- accounting ----------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_a_plan_takes_a_value_or_says_which_field_is_wrong(field, value):
 @settings(max_examples=300)
 @given(data=st.data(), method=st.sampled_from(sorted(METHODS)))
 def test_parameters_of_every_method_are_taken_or_refused_by_name(data, method):
-    names = sorted(METHODS[method].Params().__dict__)
+    names = sorted({*METHODS[method].Params().__dict__, *known_names()})
     name, value = data.draw(st.sampled_from(names)), data.draw(st.one_of(anything, st.floats(0, 1)))
     plan, refusal = plan_or_refusal(**PLAN, method=method, params={name: value})
     if plan is None:

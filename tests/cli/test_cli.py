@@ -100,8 +100,8 @@ class TestTrain:
     def test_writes_a_complete_run_folder(self, capsys, tmp_path):
         out_dir = tmp_path / "run"
         code, out, _ = run(
-            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json", "--set", "beta=0.8",
-            "--lr", "0.3", "--out", str(out_dir), "--threads", "1",
+            capsys, "train", "--target-epsilon", "4", "--epochs", "2", "--quiet", "--json",
+            "--method", "fo-dp-sgd", "--set", "beta=0.8", "--lr", "0.3", "--out", str(out_dir), "--threads", "1",
         )  # fmt: skip
         assert code == 0
         result = json.loads(out.splitlines()[-1])
@@ -151,7 +151,8 @@ class TestTrain:
         assert (method, given["lr"], given["shape"]) == (recipe.METHOD, 0.5, recipe.PARAMS["shape"])
         method, given = params("--exact-noise")  # which lies on a grid, as earlier noise does not
         assert (method, given["bands"], given["shape"]) == (recipe.METHOD, 1, recipe.PARAMS["shape"])
-        assert params("--set", "beta=0.8", "--lr=0.1")[0] == "fo-dp-sgd"
+        method, given = params("--set", "average=tail", "--shape=none")  # the rest is the recipe's
+        assert (method, given["average"], "shape" in given) == (recipe.METHOD, "tail", False)
         method, given = params("--preset", "paper", "--dataset", "digits")
         assert (method, given["lr"], "shape" in given) == ("fo-dp-sgd", 0.8, False)
 
@@ -253,7 +254,7 @@ WRONG = {
     "unknown model": (["train", *QUICK, "--model", "resnet"], "mlp"),
     "unknown parameter": (["train", *QUICK, "--set", "betta=1"], "beta"),
     "malformed --set": (["train", *QUICK, "--set", "beta"], "NAME=VALUE"),
-    "beta out of range": (["train", *QUICK, "--set", "beta=2"], "(0, 1]"),
+    "beta out of range": (["train", *QUICK, "--method", "fo-dp-sgd", "--set", "beta=2"], "(0, 1]"),
     "negative noise": (["train", "--noise-multiplier", "-1"], "noise_multiplier"),
     "zero clip norm": (["train", *QUICK, "--clip-norm", "0"], "clip_norm"),
     "delta of one": (["train", *QUICK, "--delta", "1"], "delta"),
@@ -311,7 +312,7 @@ class TestFolders:
         assert "--clip-norm" in err
 
     def test_resuming_takes_the_plan_of_the_run_and_does_not_calibrate_again(self, capsys, tmp_path, monkeypatch):
-        words = [*QUICK, "--set", "beta=((0, 0.9), (5, 0.5))"]  # comes back from JSON as lists
+        words = [*QUICK, "--method", "fo-dp-sgd", "--set", "beta=((0, 0.9), (5, 0.5))"]  # comes back from JSON as lists
         place = words.index("--noise-multiplier")
         words[place : place + 2] = ["--target-epsilon", "3"]
         assert run(capsys, "train", *words, "--out", str(tmp_path / "r"))[0] == 0
@@ -449,10 +450,17 @@ class TestMethodsAndAccounting:
             assert said["epsilon"] == plan.epsilon()
             assert (said["epsilon"] > plain) == (method == "dp-sam")
 
-    def test_without_a_method_it_is_the_default_plan_and_says_so(self, capsys):
+    def test_sizes_may_stand_for_rate_and_steps(self, capsys):
+        sizes = ("--public-size=200", "--batch=20", "--epochs=2", "--accountant=rdp", "--json")
+        for words in (("epsilon", "--noise-multiplier=2"), ("calibrate", "--target-epsilon=2", "--method=dp-sgd")):
+            assert self.found(capsys, *words, *sizes) == self.found(capsys, *words, *self.NUMBERS)
+        assert main(["epsilon", "--noise-multiplier=2", "--sampling-rate=0.2", *sizes]) == 2
+        assert "batch / public_size is 0.1: leave one of them out" in capsys.readouterr().err
+
+    def test_without_a_method_it_is_fo_dp_sgd_and_says_so(self, capsys):
         said = self.found(capsys, "epsilon", "--noise-multiplier=2", *self.NUMBERS)
         public = dict(sampling_rate=0.1, steps=20, lot_size=5, clip_norm=1.0, delta=1e-5, accountant="rdp")
-        plan = fodp.Plan(**public, noise_multiplier=2.0)
+        plan = fodp.Plan(**public, noise_multiplier=2.0, method="fo-dp-sgd")
         assert said["epsilon"] == plan.epsilon()
         assert (said["method"], said["beta"]) == (plan.method, plan.params["beta"])
         assert said["noise_meaning"] == plan.algorithm.noise_meaning

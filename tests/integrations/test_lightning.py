@@ -30,7 +30,7 @@ from fodp.integrations.lightning import PrivateTraining
 
 PLAN = fodp.Plan(
     sampling_rate=0.25, steps=10, lot_size=50, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, accountant="rdp",
-    seed=3, params=dict(beta=0.9, window=3),
+    seed=3, params=dict(beta=0.9, window=3), method="fo-dp-sgd",
 )  # fmt: skip
 
 

@@ -106,7 +106,9 @@ def test_changed_data_is_refused_before_the_history_is_charged(tmp_path):
     fodp.make_private(
         *(lambda model: (model, torch.optim.SGD(model.parameters(), lr=0.1)))(nn.Linear(4, 2)),
         TensorDataset(inputs, torch.zeros(50).long()),
-        fodp.Plan(sampling_rate=0.1, steps=1, lot_size=5, clip_norm=1.0, noise_multiplier=5.0, delta=1e-5),
+        fodp.Plan(
+            sampling_rate=0.1, steps=1, lot_size=5, clip_norm=1.0, noise_multiplier=5.0, delta=1e-5, method="fo-dp-sgd"
+        ),
         ledger=ledger,
     )[2].close()
     with pytest.raises(fodp.PrivacyError, match="is not what it was"):

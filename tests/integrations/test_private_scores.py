@@ -72,7 +72,14 @@ def test_lightnings_validation_test_and_prediction():
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     plan = fodp.Plan(
-        sampling_rate=0.1, steps=2, lot_size=15, clip_norm=1, noise_multiplier=1, delta=1e-5, accountant="rdp"
+        sampling_rate=0.1,
+        steps=2,
+        lot_size=15,
+        clip_norm=1,
+        noise_multiplier=1,
+        delta=1e-5,
+        accountant="rdp",
+        method="fo-dp-sgd",
     )
 
     def fitted(*validation):

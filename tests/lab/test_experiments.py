@@ -182,7 +182,7 @@ class TestCodeVersion:
         [
             ("fodp.memory.window.WindowMemory.mix_in_", lambda self, vector, share: vector),
             ("fodp.sampling.poisson_indices", lambda words, rate: np.arange(len(words))),
-            ("fodp.methods.parts.filters.NoFilter.__call__", lambda self, release: 2 * release),
+            ("fodp.options.filter.NoFilter.__call__", lambda self, release: 2 * release),
         ],
         ids=["memory", "masks", "filter"],
     )

@@ -362,7 +362,7 @@ class TestFingerprint:
     def trainer(self, book, data, seed=None, model=None, **options):
         plan = fodp.Plan(
             sampling_rate=0.2, steps=5, lot_size=12, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, seed=seed,
-            accountant="rdp",
+            accountant="rdp", method="fo-dp-sgd",
         )  # fmt: skip
 
         return fodp.Trainer(model or nn.Linear(4, 2), losses, data, plan, ledger=book, **options)

@@ -39,7 +39,7 @@ class Browser(Callback):
 def make(folder, callbacks, seed=None):
     plan = fodp.Plan(
         sampling_rate=0.5, steps=6, lot_size=10, clip_norm=1.0, noise_multiplier=4.0, delta=1e-5, seed=seed,
-        accountant="rdp",
+        accountant="rdp", method="fo-dp-sgd",
     )  # fmt: skip
     data = (torch.randn(20, 3, generator=torch.Generator().manual_seed(0)),)
     callbacks = [*callbacks, Checkpoint(folder / "c.pt")]

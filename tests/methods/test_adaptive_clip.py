@@ -7,7 +7,7 @@ import torch
 
 import fodp
 from fodp.accounting import joint
-from fodp.methods.parts.adaptive_clip import AdaptiveClip, Quantile
+from fodp.options.quantile import AdaptiveClip, Quantile
 
 
 def clip(start=1.0, lot_size=200, multipliers=(1.0,), **changes) -> AdaptiveClip:

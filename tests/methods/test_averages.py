@@ -7,7 +7,7 @@ import torch
 import fodp
 from fodp import ConfigurationError
 from fodp.methods import METHODS
-from fodp.methods.parts.averages import AVERAGES, Ema, Power, RunningAverage, Tail
+from fodp.options.average import Ema, Power, RunningAverage, Tail
 
 PUBLIC = dict(sampling_rate=0.1, steps=20, lot_size=10, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
 KINDS = {"ema": Ema(average_decay=0.9), "tail": Tail(average_share=0.25), "power": Power(average_power=3.0)}
@@ -71,12 +71,12 @@ def test_a_hundred_thousand_float32_iterates_do_not_drift(kind):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_takes_one_and_records_it(name):
-    assert "average" not in fodp.Plan(**PUBLIC, method=name).params  # plans from before are the same plans
+    assert "average" not in fodp.Plan(**PUBLIC, method=name).params  # what was not chosen is not recorded
     for kind in ("ema", "tail", "power"):
         plan = fodp.Plan(**PUBLIC, method=name, params=dict(average=kind))
         assert plan.params["average"] == kind
         assert plan.epsilon() == fodp.Plan(**PUBLIC, method=name).epsilon()
-        assert isinstance(plan.algorithm.parts.average, AVERAGES[kind])
+        assert type(plan.options.average) is type(KINDS[kind])
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_every_method_takes_one_and_records_it(name):
 )
 def test_what_cannot_be_averaged_is_refused(params, says):
     with pytest.raises(ConfigurationError, match=says):
-        fodp.Plan(**PUBLIC, params=params)
+        fodp.Plan(**PUBLIC, method="dp-sgd", params=params)

@@ -8,7 +8,7 @@ from scipy.signal import lfilter
 
 import fodp
 from fodp.memory import ExponentialMemory, FractionalMemory, UniformMemory
-from fodp.methods.parts.filters import LowPass, MemoryAfterRelease, NoFilter, feedback_gains
+from fodp.options.filter import LowPass, MemoryAfterRelease, NoFilter, feedback_gains
 
 # Coefficients published with DOPPLER and DP-PMLF, and their noise gain Σ h² (BASELINES.md 9.1).
 PUBLISHED = [

@@ -17,8 +17,7 @@ from fodp.ledger.card import faults
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_noise import FONoise
 from fodp.noise import Streams
-from fodp.noise.banded import BandedNoise, accumulated_noise, fractional_coefficients
-from fodp.noise.coefficients import best_order, optimised_coefficients
+from fodp.noise.banded import BandedNoise, accumulated_noise, best_order, fractional_coefficients
 from fodp.sampling import PoissonSampler
 from methods_for_tests import StopAfter, data, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
@@ -206,43 +205,36 @@ def test_calibrate_says_how_much_noise_is_left_of_dp_sgds(target, rate, low, hig
     assert main([*words, "--steps", "1000", "--set", "order=None", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert low < told["noise_over_dp_sgd"] <= high
-    best, usual, optimised = (
-        calibrated(target, rate, **given) for given in (dict(order=None), {}, dict(coefficients="optimised"))
-    )
+    best, usual = (calibrated(target, rate, **given) for given in (dict(order=None), {}))
     assert (told["bands"], told["order"]) == (best.params["bands"], best.params["order"])
-    noise = [p.noise_multiplier * accumulated_noise(p.algorithm.strategy(), 1000) for p in (optimised, best, usual)]
+    noise = [p.noise_multiplier * accumulated_noise(p.algorithm.strategy(), 1000) for p in (best, usual)]
     assert noise == sorted(noise)
     plain = Plan.calibrated(target_epsilon=target, sampling_rate=rate, steps=1000, method="dp-sgd", **PUBLIC)
-    assert told["noise_over_dp_sgd"] == pytest.approx(noise[1] / plain.noise_multiplier / math.sqrt(1001 / 2))
+    assert told["noise_over_dp_sgd"] == pytest.approx(noise[0] / plain.noise_multiplier / math.sqrt(1001 / 2))
     assert main([*words, "--steps", "1000"]) == 0
     assert "of DP-SGD's at this epsilon" in capsys.readouterr().out
 
 
-def test_what_is_left_to_the_plan_is_recorded_and_old_plans_stay_as_they_were():
-    assert {"coefficients", "horizon"}.isdisjoint(calibrated(8, 0.1).params)
+def test_what_is_left_to_the_plan_is_recorded():
     chosen = calibrated(8, 0.05, order=None, bands=4)
     assert (chosen.params["bands"], chosen.params["order"]) == (4, best_order(4, 1000))
     assert plan("fo-noise", dict(order=None)).params["order"] == 0.5
-    best = calibrated(8, 0.05, bands=4, coefficients="optimised")
-    assert best.params["horizon"] == 1000
-    assert best.algorithm.strategy() == optimised_coefficients(4, 1000)
-    assert Plan(**best.to_dict()) == best
     assert Plan(**chosen.to_dict()) == chosen
     # ε is that of so many bands, whatever they are.
     usual = calibrated(8, 0.05, bands=4)
-    assert usual.noise_multiplier == best.noise_multiplier == chosen.noise_multiplier
+    assert usual.noise_multiplier == chosen.noise_multiplier
 
 
 @pytest.mark.rule(2)
 @pytest.mark.rule(3)
 @pytest.mark.parametrize("check", testing.CHECKS)
-def test_optimised_bands_pass_the_common_suite(check):
-    assert testing.faults(check, FONoise, bands=3, coefficients="optimised", horizon=20) == []
+def test_bands_of_a_higher_order_pass_the_common_suite(check):
+    assert testing.faults(check, FONoise, bands=3, order=0.7) == []
 
 
 def test_several_processes_release_what_one_does(tmp_path):
     """One of them draws all noise; groups are common; a seeded run goes on in another number of them."""
-    the_plan = plan("fo-noise", dict(bands=3, coefficients="optimised", horizon=9), sampling_rate=0.3, steps=9)
+    the_plan = plan("fo-noise", dict(bands=3, order=0.7), sampling_rate=0.3, steps=9)
 
     def whole(rank):
         training = trainer(the_plan)
@@ -309,13 +301,11 @@ def test_a_loop_of_ones_own_takes_turns_too():
     ("params", "changes", "says"),
     [
         (dict(bands=3), dict(sampling_rate=0.4), r"3·0.4 = 1.2: take at most 2 bands"),
-        (dict(bands=2), dict(exact_noise=True, sampling_rate=0.1), "exact_noise lies on a grid"),
+        (dict(bands=2), dict(exact_noise=True, sampling_rate=0.1), "exact noise lies on a grid"),
         (dict(bands=0), {}, "bands must be a whole number of at least 1"),
         (dict(bands=129), {}, "bands must be at most 128"),
         (dict(order=1.0), {}, "order must lie strictly between 0 and 1"),
-        (dict(coefficients="best"), {}, "coefficients must be one of fractional, optimised"),
-        (dict(coefficients="optimised", order=0.6), {}, "order does nothing without coefficients='fractional'"),
-        (dict(horizon=9), {}, "horizon does nothing without coefficients='optimised'"),
+        (dict(coefficients="optimised"), {}, "no parameter 'coefficients'"),
         (dict(bands=2, filter="doppler", update="adambc"), {}, "filters its noise already"),
     ],
 )

@@ -11,7 +11,7 @@ from fodp import testing
 from fodp.clip import ByLayer
 from fodp.clipping.engine import Engine
 from fodp.methods import METHODS
-from fodp.methods.parts.layers import PerLayer
+from fodp.options.clip import PerLayer
 from gradients_for_tests import gradients_of
 from methods_for_tests import data, flat, losses, network, plan, trajectory
 from methods_for_tests import trainer as trainer_of
@@ -29,7 +29,7 @@ def trainer(method, *, engine="auto", **params):
 
 def schedules_for(method):
     """Of the clip norm too, unless the method adapts it."""
-    adapts = METHODS[method].Params().quantile is not None
+    adapts = METHODS[method].from_dict({}).options.quantile is not None
     return dict(noise_schedule=NOISE) if adapts else dict(noise_schedule=NOISE, clip_schedule=CLIP)
 
 
@@ -144,7 +144,7 @@ def test_a_scheduled_plan_promises_each_steps_noise_and_says_so():
     assert "norm 2 (times a public schedule: 1 for 8 steps, 0.1 for 2 steps)" in scheduled.statement()
     plain = fodp.Plan(**{**scheduled.to_dict(), "params": dict(beta=((0, 1.0), (5, 0.5)))})
     assert "schedule" not in plain.statement()
-    assert "clip" not in plain.params  # what is not used is not recorded: plans from before are the same
+    assert "noise_schedule" not in plain.params  # what was not chosen is not recorded
     assert fodp.Plan(**scheduled.to_dict()) == scheduled
     assert scheduled.epsilon() > plain.epsilon()
 
@@ -177,7 +177,10 @@ def test_the_clip_norm_and_the_noise_of_a_step_are_the_scheduled_ones():
         (dict(layer_shares=(1.0,)), "layer_shares does nothing without clip='per-layer'"),
         (dict(clip="per-layer", layer_shares=(1.0, 0.0)), "each of layer_shares"),
         (dict(clip="per-layer", layer_shares=3.0), "layer_shares must be a sequence"),
-        (dict(method="dp-is", clip="per-layer"), "dp-is weighs whole gradients by their norms: leave clip at 'flat'"),
+        (
+            dict(method="dp-is", clip="per-layer"),
+            "dp-is, which weighs whole gradients by their norms, and clip='per-layer' .* leave clip at 'flat'",
+        ),
         (dict(noise_schedule=((1, 1.0),)), "must begin at step 0"),
         (dict(noise_schedule=((0, 0.0),)), "noise_schedule"),
         (dict(noise_schedule="fast"), "noise_schedule"),

@@ -9,11 +9,14 @@ from torch.utils.data import TensorDataset
 
 import fodp
 import mutants_for_tests
-from fodp import ConfigurationError, audit, shaping, testing
+from fodp import ConfigurationError, audit, testing
 from fodp.audit.tape import event_faults, promised
 from fodp.clipping.maps import Kronecker
 from fodp.gradients import Gradients
 from fodp.methods import METHODS
+from fodp.options import AdamBC
+from fodp.options.kronecker import KroneckerScaling
+from fodp.options.transcript import TranscriptScaling
 from fodp.queries import Query
 from fodp.session import Session
 from gradients_for_tests import scaled
@@ -34,7 +37,7 @@ NAMES = ["kronecker", "transcript", "rows"]
 def test_every_method_keeps_its_bound_and_its_events(method):
     """Deleting an example moves a query by at most its bound, and given the releases nothing else at all."""
     for given in SHAPES if method in ("dp-sgd", "fo-dp-sgd", "fo-noise") else [KRONECKER, TRANSCRIPT]:
-        if METHODS[method].from_dict({}).params.update in ("adambc", "adamwbc"):
+        if isinstance(METHODS[method].from_dict({}).options.update, AdamBC):
             given = {**given, "update": "adam", "bc_floor": 0.03}
         the_plan = plan(method, given, sampling_rate=0.7, steps=4)
         assert event_faults(the_plan, record(the_plan)) == []
@@ -110,7 +113,7 @@ def test_kronecker_whitens_what_the_layers_are_given_and_get_back():
     """Mean squares are those of fan-in; other data of the same form makes the same maps."""
     training = trainer(plan("dp-sgd", {**KRONECKER, "shape_every": 0}))
     one = maps_at(training, 1)[0]
-    weights = training.plan.algorithm.parts.shape.weights(
+    weights = training.plan.options.scaling.weights(
         [parameter.shape for parameter in training.source.layout.parameters]
     )
     for parameter, b in zip(training.model.parameters(), weights, strict=True):
@@ -147,8 +150,8 @@ def test_kronecker_leaves_generators_and_the_run_s_own_engine_alone():
 
 def test_transcript_finds_the_energies_of_the_blocks():
     """Releases of known signals: factors even them out, and a block that is all noise is not blown up."""
-    shape = plan("dp-sgd", dict(shape="transcript", shape_warmup=1, shape_memory=200.0)).algorithm.parts.shape
-    learned = shaping.TranscriptShape(shape, [(8, 50), (100,), (100,)], lambda make, _: make())
+    shape = plan("dp-sgd", dict(shape="transcript", shape_warmup=1, shape_memory=200.0)).options.scaling
+    learned = TranscriptScaling(shape, [(8, 50), (100,), (100,)], lambda make, _: make())
     generator = torch.Generator().manual_seed(0)
     signal = torch.cat([torch.full((400,), 0.5), torch.full((100,), 0.05), torch.zeros(100)]).double()
     for step in range(300):
@@ -195,7 +198,7 @@ def test_a_model_without_layers_that_can_be_looked_into_takes_fan_in():
     training = trainer(plan("dp-sgd", KRONECKER, steps=1), Mixed(), engine="loop")
     with pytest.warns(UserWarning, match="takes the shape fan-in"):
         training.take_step()
-    assert training.session.scaling.current == training.session.method.parts.shape.weights([(5, 3)])
+    assert training.session.scaling.current == training.session.method.options.scaling.weights([(5, 3)])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ def moments_of_the_data(monkeypatch):
 
 def moments_of_the_lot(monkeypatch):
     """The same of the lot that was drawn in this step: made when its gradients are asked for."""
-    made = shaping.KroneckerShape._made
+    made = KroneckerScaling._made
 
     def gradients(session, number, lot, at):
         rows = session.source.fetcher.fetch(lot.indices)
@@ -281,8 +284,8 @@ def moments_of_the_lot(monkeypatch):
 
 def energies_before_their_noise(monkeypatch):
     """Block energies of the clean sum, which has no noise to take off."""
-    see = shaping.TranscriptShape.see
-    monkeypatch.setattr(shaping.TranscriptShape, "see", lambda self, query, _, std: see(self, query, query.value, 0.0))
+    see = TranscriptScaling.see
+    monkeypatch.setattr(TranscriptScaling, "see", lambda self, query, _, std: see(self, query, query.value, 0.0))
     return TRANSCRIPT
 
 

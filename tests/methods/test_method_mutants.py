@@ -22,6 +22,7 @@ from fodp.methods.dp_sat import DPSAT
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.sa_dpsgd import SADPSGD
+from fodp.options.table import known_names
 from fodp.queries import Query
 from methods_for_tests import delete_one, plan, record, trainer, trajectory
 from mutants_for_tests import CleanMemory, MeanOfTheLot, registered, std
@@ -337,7 +338,8 @@ PAIRS = [
 
 
 def small(method: str, pair: Pair) -> fodp.Plan:
-    params = {name: value for name, value in pair.params.items() if hasattr(METHODS[method].Params, name)}
+    known = {*METHODS[method].Params().__dict__, *known_names()}
+    params = {name: value for name, value in pair.params.items() if name in known}
     return plan(method, params, sampling_rate=0.5, steps=6, noise_multiplier=pair.noise)
 
 

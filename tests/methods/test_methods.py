@@ -24,12 +24,11 @@ from fodp.accounting import Event, Phase
 from fodp.audit.tape import event_faults, promised, same
 from fodp.data import load
 from fodp.data.models import build
-from fodp.methods import METHODS, CommonParams, Method, register
+from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
-from fodp.methods.parts.adaptive_clip import Quantile
-from fodp.methods.parts.filters import Doppler, Fractional, Momentum
-from fodp.methods.parts.updates import Adam, AdamW, CorrectedAdam, CorrectedAdamW, Sgd
+from fodp.options import AdamWBC, Fractional, Momentum, Quantile, Sgd
+from fodp.options.table import known_names
 from fodp.step import Step
 from fodp.trainer import Trainer
 from fodp.training.scores import accuracy
@@ -51,6 +50,12 @@ from rules_for_tests import DIRECTIONS, non_private_rule
 from sessions_for_tests import session
 
 NAMES = sorted(METHODS)
+
+
+def own_names(method):
+    return [field.name for field in fields(METHODS[method].Params)]
+
+
 every_method = pytest.mark.parametrize("method", NAMES)
 
 
@@ -131,7 +136,7 @@ def test_without_noise_and_clipping_it_is_its_non_private_rule(method, params):
     params = {"lr": 0.01 if "adam" in method else 0.1, **NOISELESS.get(method, {}), **params}
     quiet = plan(method, params, sampling_rate=1.0, lot_size=20, clip_norm=1e3, noise_multiplier=1e-20, steps=12)
     found = trajectory(trainer(quiet))
-    rule = non_private_rule(method, quiet.params, quiet.lot_size)
+    rule = non_private_rule(method, known_names() | quiet.params, quiet.lot_size)
     expected = torch.stack([next(rule) for _ in range(12)])
     assert torch.allclose(found, expected, rtol=1e-7, atol=1e-9)
 
@@ -734,7 +739,7 @@ def test_an_unknown_parameter_is_refused_and_the_known_ones_are_named(method):
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize(
-    ("method", "field"), [(name, field.name) for name in NAMES for field in fields(METHODS[name].Params)]
+    ("method", "field"), [(name, field) for name in NAMES for field in (*own_names(name), *known_names())]
 )
 def test_every_parameter_is_checked_and_named(method, field):
     for nonsense in (math.nan, -3.5, "often"):
@@ -790,22 +795,10 @@ def test_values_out_of_range_are_refused_by_name(method, params):
         plan(method, params)
 
 
-WITHOUT_EFFECT = {
-    "dp-sgd": [
-        dict(beta1=0.8),
-        dict(beta2=0.99),
-        dict(adam_eps=1e-3, update="adambc"),
-        dict(bc_floor=0.1, update="adam"),
-        dict(filter_a=(-0.5,), filter_b=(0.5,)),
-        dict(filter_b=(0.05, 0.05), filter="momentum"),
-        dict(filter_beta=0.5, filter="doppler"),
-        dict(count_noise=5.0),
-        dict(clip_rate=0.1),
-        dict(clip_min=0.1),
-        dict(clip_max=10.0),
-    ],
+WITHOUT_EFFECT = {  # of options: tests/options/test_options.py
     "fo-dp-sgd": [dict(compact_error=0.1), *({n: 0.5, "tau": 0.0} for n in ("gamma", "zeta"))],
     "dp-adam-ac": [dict(band=0.2, quantile=None), dict(up=1.1, quantile=None)],
+    "dp-sgd": [dict(bc_floor=0.1, update="adam"), dict(filter_b=(0.05, 0.05), filter="momentum")],
 }
 
 
@@ -818,33 +811,21 @@ def test_a_parameter_that_would_do_nothing_is_refused_by_name(method, params):
         plan(method, params)
 
 
-MOMENTS = dict(beta1=0.9, beta2=0.999)
 FLAT = [
-    (dict(), (Sgd(momentum=0.0), None, None)),
-    (dict(momentum=0.5), (Sgd(momentum=0.5), None, None)),
-    (dict(update="adam", beta1=0.5), (Adam(beta1=0.5, beta2=0.999, adam_eps=1e-8), None, None)),
-    (dict(update="adamw", weight_decay=0.2), (AdamW(**MOMENTS, adam_eps=1e-8, weight_decay=0.2), None, None)),
-    (dict(update="adambc", bc_floor=0.1), (CorrectedAdam(**MOMENTS, bc_floor=0.1), None, None)),
-    (dict(update="adamwbc"), (CorrectedAdamW(**MOMENTS, bc_floor=0.03, weight_decay=0.0), None, None)),
-    (dict(filter="momentum"), (Sgd(momentum=0.0), Momentum(momentum=0.9), None)),
-    (dict(filter="momentum", momentum=0.5), (Sgd(momentum=0.0), Momentum(momentum=0.5), None)),
-    (dict(filter="doppler"), (Sgd(momentum=0.0), Doppler(filter_a=(-0.9,), filter_b=(0.1,)), None)),
-    (dict(filter="fractional", momentum=0.5), (Sgd(momentum=0.5), Fractional(filter_beta=0.9), None)),
-    (
-        dict(quantile=0.7, clip_max=9.0),
-        (
-            Sgd(momentum=0.0),
-            None,
-            Quantile(quantile=0.7, count_noise=None, clip_rate=0.2, clip_min=1e-3, clip_max=9.0),
-        ),
-    ),
+    (dict(), (Sgd(0.0), None, None)),
+    (dict(momentum=0.5), (Sgd(0.5), None, None)),
+    (dict(update="adamwbc", weight_decay=0.2), (AdamWBC(weight_decay=0.2), None, None)),
+    (dict(filter="momentum"), (Sgd(0.0), Momentum(0.9), None)),
+    (dict(filter="momentum", momentum=0.5), (Sgd(0.0), Momentum(0.5), None)),
+    (dict(filter="fractional", momentum=0.5), (Sgd(0.5), Fractional(0.9), None)),
+    (dict(quantile=0.7, clip_max=9.0), (Sgd(0.0), None, Quantile(0.7, clip_max=9.0))),
 ]
 
 
 @pytest.mark.parametrize(("params", "parts"), FLAT, ids=str)
 def test_what_the_flat_spelling_means(params, parts):
-    found = plan("dp-sgd", params).algorithm.parts
-    assert (found.update, found.filter, found.clip) == parts
+    found = plan("dp-sgd", params).options
+    assert (found.update, found.filter, found.quantile) == parts
 
 
 @pytest.mark.rule(14)
@@ -897,16 +878,12 @@ def test_every_row_says_what_it_is(method):
 
 
 def test_a_method_of_ones_own_takes_a_few_lines():
-    @dataclass(frozen=True, kw_only=True)
-    class SignParams(CommonParams):
-        lr: float = 0.01
-
     class SignSGD(Method):
         """Only the sign of the release is used: post-processing."""
 
         name = "dp-sign-sgd"
         summary = reference = noise_meaning = "for this test"
-        Params = SignParams
+        defaults = {"lr": 0.01}  # noqa: RUF012
 
         def events(self, plan):
             return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)

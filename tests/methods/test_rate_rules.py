@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 from fodp import ConfigurationError, Plan, Trainer, testing
 from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods import METHODS
-from fodp.methods.parts import rate_rules
-from fodp.methods.parts.rate_rules import WIDEST, FollowedTranscript
+from fodp.options import rate_rules
+from fodp.options.rate_rules import WIDEST, FollowedTranscript
 from fodp.step import Step
 from fodp.training import fitting
 from methods_for_tests import delete_one, let_rate_rules_hear_clean_sums, network, plan, trainer, trajectory
@@ -165,7 +165,7 @@ def test_every_rate_of_a_run_is_made_of_its_releases(params, hears_all):
         scaled = the_plan.clip_norm / float(training.session.adaptive_clip.used) if "quantile" in params else 1.0
         factor = rule.factor(before, [p.grad / scaled for p in parameters], deviations)
         seen.append(factor)
-        factor *= the_plan.algorithm.parts.rates.at(step, 40)
+        factor *= the_plan.options.rate.at(step, 40)
         assert group["lr"] == pytest.approx(training.learning_rate * factor)
     assert len(set(seen)) > 10
 
@@ -287,8 +287,8 @@ def test_it_goes_on_from_a_checkpoint(method, params, tmp_path, hears_all):
     assert torch.equal(trajectory(first, 15), trajectory(second, 15))
 
 
-def test_a_plan_without_one_is_the_plan_from_before():
-    assert "rate_rule" not in plan("dp-sgd").params
+def test_a_plan_records_it():
+    assert plan("dp-sgd").params["rate_rule"] == "none"
     assert plan("dp-sgd", FOLLOWED).params["rate_rule"] == "transcript"
 
 
@@ -296,7 +296,11 @@ def test_a_plan_without_one_is_the_plan_from_before():
     ("method", "params", "says"),
     [
         ("dp-sgd", dict(rate_rule="up"), "rate_rule"),
-        ("fo-noise", dict(rate_rule="transcript", bands=4), "correlated over 4 steps"),
+        (
+            "fo-noise",
+            dict(rate_rule="transcript", bands=4),
+            "fo-noise with 4 bands, whose noise is correlated, do not go together",
+        ),
     ],
 )
 def test_what_it_does_not_understand_is_refused(method, params, says):

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from fodp import ConfigurationError, testing
 from fodp.methods import METHODS
-from fodp.methods.parts.rates import RateSchedule, relative_noise
+from fodp.options.rate import Rate, relative_noise
 from methods_for_tests import data, delete_one, flat, network, plan, trainer, trajectory
 from sessions_for_tests import private_columns
 
@@ -211,15 +211,15 @@ class TestSchedule:
             expected = [(1 - t / 8) * min(1, (t + 1) / 3) for t in range(8)]
             if method != "sa-dpsgd":  # a proposal that is undone takes its rate along
                 assert rates == pytest.approx(expected)
-        assert RateSchedule(lr_schedule="linear", lr_warmup=3).factors(8) == pytest.approx(expected)
+        assert Rate(lr_schedule="linear", lr_warmup=3).factors(8) == pytest.approx(expected)
 
     @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "trapezoid"])
     def test_one_factor_is_that_of_all(self, schedule):
-        made = RateSchedule(lr_schedule=schedule, lr_warmup=2)
+        made = Rate(lr_schedule=schedule, lr_warmup=2)
         assert [made.at(step, 9) for step in range(9)] == pytest.approx(made.factors(9).tolist())
 
     def test_a_trapezoid_is_level_for_three_quarters(self):
-        factors = RateSchedule(lr_schedule="trapezoid", lr_warmup=2).factors(8)
+        factors = Rate(lr_schedule="trapezoid", lr_warmup=2).factors(8)
         assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.5])
 
     def test_it_goes_on_from_a_checkpoint(self, tmp_path):
@@ -244,8 +244,8 @@ class TestSchedule:
         with pytest.raises(ConfigurationError, match="lr_schedule='linear', which does nothing beside an optimizer"):
             trainer(plan("dp-sgd", dict(lr_schedule="linear")), model, optimizer=own)
 
-    def test_a_plan_without_one_is_the_plan_from_before(self):
-        assert not {"lr_schedule", "lr_warmup", "auto_ratio"} & set(plan("dp-sgd").params)
+    def test_a_plan_records_that_there_is_none(self):
+        assert {"lr_schedule": "constant", "lr_warmup": 0}.items() <= plan("dp-sgd").params.items()
 
 
 def test_with_a_quantile_plain_steps_follow_the_clip_norm():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fodp.methods.parts import schedule
+from fodp.options import schedule
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5, unique=True), st.integers(1, 60))

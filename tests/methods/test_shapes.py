@@ -12,7 +12,7 @@ from fodp.clip import Normalised
 from fodp.clipping.engine import Engine
 from fodp.methods import METHODS
 from fodp.methods.dp_sgd import DPSGD
-from fodp.methods.parts.updates import AdamBC
+from fodp.options.update import NoiseCorrectedAdam
 from fodp.queries import Query
 from gradients_for_tests import gradients_of, scaled
 from methods_for_tests import data, delete_one, flat, losses, network, plan, record, trainer, trajectory
@@ -49,7 +49,7 @@ class AsBefore(DPSGD):
 
     def tune(self, optimizer, session, state):
         super().tune(optimizer, session, state)
-        if isinstance(optimizer, AdamBC):
+        if isinstance(optimizer, NoiseCorrectedAdam):
             for group in optimizer.param_groups:
                 group["noise_shares"] = [self.weight(parameter.shape) ** 2 for parameter in group["params"]]
 
@@ -61,11 +61,10 @@ def test_block_dp_sgd_is_dp_sgd_with_the_shape_fan_in_and_what_it_was_bit_for_bi
     block = plan("block-dp-sgd", dict(width=2.0, **parts))
     assert torch.equal(trajectory(trainer(block)), before)
     assert torch.equal(trajectory(trainer(plan("dp-sgd", {**FAN_IN, **parts}))), before)
-    assert "shape" not in block.params  # records from before name none
-    assert block.params["width"] == 2.0
+    assert (block.params["shape"], block.params["width"]) == ("fan-in", 2.0)
 
 
-def test_plans_without_a_shape_are_the_plans_from_before():
+def test_plans_without_a_shape_record_none():
     assert not {"shape", "width", "clip_stability"} & plan("dp-sgd").params.keys()
     assert plan("dp-sgd", FAN_IN).params["shape"] == "fan-in"
 
@@ -151,7 +150,7 @@ def test_a_loop_of_ones_own_has_the_same_shape():
 
 def test_the_statement_names_a_shape_and_normalised_gradients():
     assert "each parameter's part times a public factor, is clipped to norm 1" in plan("dp-sgd", FAN_IN).statement()
-    assert "each example's gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
+    assert "gradient is scaled to norm 1" in plan("dp-sgd", dict(clip="normalised")).statement()
 
 
 # --- refusals, and wrong versions ------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def test_a_shape_of_another_model_is_refused_before_anything_is_drawn():
     with pytest.raises(ConfigurationError, match="2 numbers, and the model has 4 trainable parameters"):
         trainer(plan("dp-sgd", dict(shape=(1.0, 0.5))))
     with pytest.raises(ConfigurationError, match="1 numbers"):
-        plan("dp-sgd", dict(shape=(1.0,))).algorithm.parts.shape.weights([(2, 3), (2,)])
+        plan("dp-sgd", dict(shape=(1.0,))).options.scaling.weights([(2, 3), (2,)])
 
 
 def test_what_is_added_to_a_query_must_have_its_shape():

@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from fodp.methods.parts.updates import UPDATES, AdamBC
+from fodp.options.table import row_of, words_of
+from fodp.options.update import NoiseCorrectedAdam
 
 BETAS = (0.9, 0.99)
 
@@ -46,7 +47,7 @@ def by_hand(inputs, variances, *, lr=0.1, floor=0.03, decay=0.0, least=1e-16) ->
 
 
 def adambc(lr=0.1, **options):
-    return lambda parameters: AdamBC(parameters, lr=lr, betas=BETAS, **options)
+    return lambda parameters: NoiseCorrectedAdam(parameters, lr=lr, betas=BETAS, **options)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -112,7 +113,7 @@ def test_where_adam_is_drowned_by_noise_adambc_keeps_its_adaptivity():
     inputs = truth + noise
     options = dict(lr=0.01, betas=(0.9, 0.999))
     plain = run(lambda p: torch.optim.Adam(p, **options), inputs)
-    corrected = run(lambda p: AdamBC(p, floor=0.001, **options), inputs, [1.0] * 3000)
+    corrected = run(lambda p: NoiseCorrectedAdam(p, floor=0.001, **options), inputs, [1.0] * 3000)
 
     def ratio(path):
         travelled = (path[1500] - path[-1]).abs()
@@ -130,7 +131,7 @@ def test_state_goes_on_elsewhere_bit_for_bit():
     for t in range(12):
         if t == 5:
             saved = optimizer.state_dict()
-            optimizer = AdamBC([parameter], lr=9.0)
+            optimizer = NoiseCorrectedAdam([parameter], lr=9.0)
             optimizer.load_state_dict(saved)
         parameter.grad = inputs[t].clone()
         optimizer.param_groups[0]["noise_variance"] = variances[t]
@@ -138,12 +139,13 @@ def test_state_goes_on_elsewhere_bit_for_bit():
     assert torch.equal(parameter.detach(), expected)
 
 
-@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("kind", words_of("update"))
 def test_every_update_takes_its_own_settings(kind):
     parameter = torch.ones(2, requires_grad=True)
     settings = dict(momentum=0.5, beta1=0.8, beta2=0.9, adam_eps=1e-3, weight_decay=0.1, bc_floor=0.2)
-    part = UPDATES[kind](**{f.name: settings[f.name] for f in fields(UPDATES[kind])})
-    group = part.optimizer([parameter], lr=0.2).param_groups[0]
+    update = row_of("update", kind).option
+    chosen = update(**{f.name: settings[f.name] for f in fields(update)})
+    group = chosen.optimizer([parameter], lr=0.2).param_groups[0]
     assert group["lr"] == 0.2
     expected = {
         "sgd": dict(momentum=0.5, weight_decay=0),

@@ -221,7 +221,7 @@ def test_a_run_with_exact_noise_learns_and_costs_the_same(params):
     plans = [
         fodp.Plan(
             sampling_rate=0.2, steps=40, lot_size=40, clip_norm=1.0, noise_multiplier=0.8, delta=1e-5,
-            accountant="rdp", params=dict(lr=0.5, **params), seed=1, exact_noise=on,
+            accountant="rdp", params=dict(lr=0.5, **params), seed=1, exact_noise=on, method="fo-dp-sgd",
         )
         for on in (True, False)
     ]  # fmt: skip
@@ -251,5 +251,12 @@ def test_secure_exact_noise_is_never_drawn_twice():
 def test_a_switch_must_be_a_switch():
     with pytest.raises(fodp.PrivacyError, match="exact_noise must be True or False"):
         fodp.Plan(
-            sampling_rate=0.2, steps=1, lot_size=1, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, exact_noise=1
+            sampling_rate=0.2,
+            steps=1,
+            lot_size=1,
+            clip_norm=1.0,
+            noise_multiplier=1.0,
+            delta=1e-5,
+            exact_noise=1,
+            method="fo-dp-sgd",
         )

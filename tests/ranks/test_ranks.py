@@ -8,7 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import fodp
 from fodp.methods import METHODS
-from fodp.methods.parts import rate_rules
+from fodp.options import rate_rules
 from fodp.processes import ALONE
 from fodp.ranks import here
 from fodp.step import Step

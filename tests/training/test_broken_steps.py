@@ -39,7 +39,7 @@ def losses(model, batch):
 def plan(seed=None, **changes):
     words = dict(
         sampling_rate=0.25, steps=12, lot_size=10, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, seed=seed,
-        accountant="rdp",
+        accountant="rdp", method="fo-dp-sgd",
     )  # fmt: skip
     return fodp.Plan(**words | changes)
 

@@ -69,11 +69,10 @@ def unlisted(value, kind, where=""):
 HEX, MARK = re.compile("[0-9a-f]+"), re.compile("[0-9a-f]{12}:[0-9a-f]{32}")
 NUMBER = (int, float)
 PARAMS = {
-    "adam_eps": float, "alpha": float, "bc_floor": float, "beta": float, "beta1": float, "beta2": float,
-    "clip_max": float, "clip_min": float, "clip_rate": float, "compact": NoneType, "compact_error": float,
-    "count_noise": NoneType, "eps": float, "filter": str, "filter_a": Each(float), "filter_b": Each(float),
-    "filter_beta": float, "gamma": float, "kappa": NoneType, "lam": float, "lr": (float, str), "momentum": float,
-    "quantile": NoneType, "tau": float, "update": str, "weight_decay": float, "window": int, "zeta": NoneType,
+    "alpha": float, "beta": float, "compact": NoneType, "compact_error": float, "eps": float, "gamma": float,
+    "kappa": NoneType, "lam": float, "tau": float, "window": int, "zeta": NoneType, "lr": (float, str),
+    "lr_schedule": str, "lr_warmup": int, "auto_ratio": float, "rate_rule": str, "update": str, "momentum": float,
+    "clip": str,
 }  # fmt: skip
 
 
@@ -308,7 +307,7 @@ def records(seed=0):
 def trained(tmp_path, seeded, ledger):
     plan = fodp.Plan(
         sampling_rate=0.05, steps=8, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
-        seed=5 if seeded else None, params=dict(lr=0.1),
+        seed=5 if seeded else None, params=dict(lr=0.1), method="fo-dp-sgd",
     )  # fmt: skip
     book = Ledger(tmp_path / "l.sqlite", dataset="people", budget=(3.0, 1e-5)) if ledger else None
     callbacks = [Evaluate(TensorDataset(*records(seed=1)[:50])), CSVLog(tmp_path / "m.csv"), WeightAverage()]
@@ -438,12 +437,12 @@ class TestMutants:
 def test_an_average_adds_itself_and_the_iterate_to_a_checkpoint(tmp_path):
     plan = fodp.Plan(
         sampling_rate=0.05, steps=4, lot_size=1000, clip_norm=1.0, noise_multiplier=9.0, delta=1e-5, accountant="rdp",
-        params=dict(average="ema"),
+        params=dict(average="ema"), method="fo-dp-sgd",
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     Trainer(model, losses, records(), plan, callbacks=[Checkpoint(tmp_path / "c.pt")]).fit()
     wanted = checkpoint_list(False, False, {"Checkpoint.0": {}})
-    params = {**PARAMS, "average": str}
+    params = {**PARAMS, "average": str, "average_decay": float}
     states = {**wanted["state"]["states"], "average": {"mean": torch.Tensor, "count": int}}
     state = {**wanted["state"], "states": states}
     listed = {**wanted, "plan": {**wanted["plan"], "params": params}, "metrics": {}, "state": state}

@@ -17,8 +17,8 @@ from fodp.accounting import Event, Phase
 from fodp.gradients import HERE
 from fodp.layout import GradientBuffer
 from fodp.methods import METHODS, Method, register
-from fodp.methods.base import CommonParams, NoState
-from fodp.methods.parts.updates import AdamBC
+from fodp.methods.base import NoState
+from fodp.options.update import NoiseCorrectedAdam
 from fodp.own_loop import make_private
 from sessions_for_tests import session
 
@@ -26,7 +26,16 @@ STEPS = 20
 
 
 def plan(**changes):
-    base = dict(sampling_rate=0.2, steps=STEPS, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0)
+    base = dict(
+        sampling_rate=0.2,
+        steps=STEPS,
+        lot_size=12,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        seed=0,
+        method="fo-dp-sgd",
+    )
     return fodp.Plan(**{**base, **changes})
 
 
@@ -289,7 +298,7 @@ def test_parameter_groups_and_frozen_layers_act():
 
 def test_an_optimizer_that_corrects_for_the_noise_learns_its_size():
     model, _ = problem()
-    model, optimizer, loader = private(model, optimizer=AdamBC(model.parameters(), lr=0.01))
+    model, optimizer, loader = private(model, optimizer=NoiseCorrectedAdam(model.parameters(), lr=0.01))
     for batch in itertools.islice(loader, 2):
         advance(model, optimizer, batch)
     assert optimizer.param_groups[0]["noise_variance"] == pytest.approx(loader.session.noise_variance())
@@ -861,7 +870,7 @@ class Wanting(Method):
     summary = reference = noise_meaning = "for tests"
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Params(CommonParams):
+    class Params:
         wants: str = ""
 
     def events(self, plan):

@@ -18,7 +18,7 @@ from fodp.methods import recipe
 from fodp.tuning.search import Search, statement
 
 KINDS = {
-    "recipe": dict(method=recipe.METHOD, params={**recipe.fitting(), "bands": 4}),
+    "recipe": dict(method=recipe.METHOD, params={**recipe.PARAMS, "bands": 4}),
     "dp-sgd": dict(method="dp-sgd"),
     "exact": dict(method="dp-sgd", exact_noise=True),
     "person": dict(method="dp-sgd", unit="person", records_per_person=2),

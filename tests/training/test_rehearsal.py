@@ -23,7 +23,7 @@ def losses(model, batch):
 def plan(seed=None):
     return fodp.Plan(
         sampling_rate=0.25, steps=4, lot_size=10, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, seed=seed,
-        accountant="rdp",
+        accountant="rdp", method="fo-dp-sgd",
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def make(folder, seed, callbacks=(), ledger=None):
     torch.manual_seed(1)
     plan = fodp.Plan(
         sampling_rate=1 / 3, steps=STEPS, lot_size=10, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=seed,
-        accountant="rdp",
+        accountant="rdp", method="fo-dp-sgd",
     )  # fmt: skip
     data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
     parts = [*callbacks, CSVLog(folder / "metrics.csv"), Checkpoint(folder / "c.pt")]

@@ -40,7 +40,7 @@ def network(dropout=0.0):
 def plan(**changes):
     base = dict(
         sampling_rate=0.25, steps=24, lot_size=20, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, seed=0,
-        accountant="rdp",
+        accountant="rdp", method="fo-dp-sgd",
     )  # fmt: skip
     return fodp.Plan(**{**base, **changes})
 

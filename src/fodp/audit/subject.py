@@ -78,11 +78,11 @@ def rehearsal(plan: Plan, seed: int, secure: bool | None = None, **changes: Any)
 def in_short(plan: Plan, steps: int) -> Plan:
     """The whole course of a plan in fewer steps: what acts late in it, or seldom, acts in these.
 
-    The noise stays; schedules, and what is counted in steps, go with the steps (`CommonParams.in_short`).
+    The noise stays; schedules, and what is counted in steps, go with the steps (`Method.in_short`).
     """
     if steps >= plan.steps:
         return plan
-    return replace(plan, steps=steps, params={**plan.params, **plan.algorithm.params.in_short(steps, plan.steps)})
+    return replace(plan, steps=steps, params={**plan.params, **plan.algorithm.in_short(steps, plan.steps)})
 
 
 def made(

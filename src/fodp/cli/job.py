@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from fodp import _checks
 from fodp._checks import ConfigurationError, LedgerError
 from fodp._imports import import_modules
-from fodp.accounting import MOST_STEPS
 from fodp.data.cards import default_rate
 from fodp.data.schema import read_schema
+from fodp.sizes import completed as completed_sizes
+from fodp.sizes import steps_of, usual_delta
 
 if TYPE_CHECKING:
     from fodp.data import Card, Splits
     from fodp.plan import Plan
 
-DEFAULTS: dict[str, Any] = dict(
-    dataset="digits", model="mlp", method="fo-dp-sgd", delta=1e-5, clip_norm=1.0, accountant="pld"
-)
-_OF_THE_METHOD = {"method", "set", "shape"}
+DEFAULTS: dict[str, Any] = dict(dataset="digits", model="mlp", clip_norm=1.0, accountant="pld")
 
+_NUMBERS = ("sampling_rate", "steps", "delta")
 _TABLES = (".csv", ".tsv")
 _OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads")
 
@@ -46,9 +45,10 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     add("--epochs", type=float, help=f"passes over the data, default {epochs:g}; steps = round(epochs / q)")
     add("--target-epsilon", type=float, metavar="EPS", help="calibrate the noise to this epsilon, never above")
     add("--noise-multiplier", type=float, metavar="SIGMA", help="the noise itself")
-    add("--delta", type=float, help="default 1e-5")
+    add("--delta", type=float, help="default 1e-5, or a tenth of one over the public size if that is smaller")
     add("--clip-norm", type=float, metavar="C", help="default 1")
     add("--sampling-rate", type=float, metavar="Q", help="default: from the data set's public card")
+    add("--batch", type=float, metavar="B", help="records a lot, about: sampling rate B/N and lot size B")
     add("--lot-size", type=float, metavar="L", help="public divisor, default: q times the public size")
     add("--accountant", metavar="NAME", help="pld (default), rdp, rdp-classic")
     add(
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
         default=None,
         help="rows of the public data that are in the private data too are public all the same",
     )
-    own.add_argument("--assume-size", type=int, metavar="N", help="public size of the data")
+    own.add_argument("--assume-size", "--public-size", type=int, metavar="N", help="public size of the data")
     own.add_argument("--classes", type=int, metavar="N", help="of an .npz: public number of classes")
     people = parser.add_argument_group("people with several records (docs/people.md)")
     people.add_argument(
@@ -112,14 +112,15 @@ def given(options: argparse.Namespace, apart: Collection[str]) -> dict[str, Any]
 
 
 def completed(said: dict[str, Any], defaults: dict[str, Any], preset: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Defaults, then the preset, then what was said; where nothing is said of the method, the recommended recipe."""
+    """Defaults, then the preset, then what was said; without a word about the method the recommended recipe."""
     from fodp.methods import recipe
 
     config = {**defaults, **(preset or {}), **said}
-    if preset or _OF_THE_METHOD & said.keys():
+    if "method" in config:
         return config
-    params = recipe.fitting(exact_noise=bool(config.get("exact_noise")))
-    return {**config, "method": recipe.METHOD, "set": {k: v for k, v in params.items() if k not in said}}
+    exact = bool(config.get("exact_noise"))
+    method, params = recipe.completed(None, said_params(config), exact_noise=exact)
+    return {**config, "method": method, "set": {name: value for name, value in params.items() if name not in said}}
 
 
 def public_plan(options: argparse.Namespace, **noise: Any) -> "Plan":
@@ -127,13 +128,19 @@ def public_plan(options: argparse.Namespace, **noise: Any) -> "Plan":
     from fodp.plan import Plan
 
     params = dict(setting(item) for item in options.set or ())
-    numbers = dict(sampling_rate=options.sampling_rate, steps=options.steps, delta=getattr(options, "delta", 1e-5))
-    accountant = getattr(options, "accountant", "pld")
-    words: dict[str, Any] = dict(
-        method=options.method, params=params, accountant=accountant, lot_size=1.0, clip_norm=1.0
-    )
+    words: dict[str, Any] = dict(method=options.method, params=params, accountant=getattr(options, "accountant", "pld"))
     make = Plan.calibrated if "target_epsilon" in noise else Plan
-    return make(**numbers, **words, **noise)
+    return make(**public_numbers(options), **words, **noise)
+
+
+def public_numbers(options: argparse.Namespace) -> dict[str, Any]:
+    """Sampling rate, steps and δ of the options, or what follows from --public-size, --batch and --epochs."""
+    said = {name: getattr(options, name, None) for name in ("public_size", "batch", "epochs", *_NUMBERS)}
+    return completed_sizes({"lot_size": None if said["batch"] else 1.0, **said, "delta": said["delta"] or _delta(said)})
+
+
+def _delta(said: dict[str, Any]) -> float:
+    return 1e-5 if said["public_size"] is None else usual_delta(_checks.whole("--public-size", said["public_size"]))
 
 
 def use_threads(options: argparse.Namespace) -> None:
@@ -196,7 +203,6 @@ def _compare(config: dict[str, Any], splits: "Splits") -> None:
 def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     """The data; a method that scores its proposals gets a public held-out part of it."""
     from fodp.data import CARDS, load
-    from fodp.data.loading import refuse_other_kind
     from fodp.data.models import wants_flat
     from fodp.methods import find
 
@@ -208,7 +214,6 @@ def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Split
         return _load_table(config)
     for option in ("target", "schema", "test_data"):
         if option in config:
-            refuse_other_kind(Path(config["dataset"]))
             raise ConfigurationError(f"--{option.replace('_', '-')} is for a table: --data FILE.csv")
     words: dict[str, Any] = dict(
         assume_size=config.get("assume_size"),
@@ -264,10 +269,10 @@ def public_sample(config: dict[str, Any], plan: "Plan", splits: "Splits") -> dic
         return {}
     from fodp.data.loading import public_records
     from fodp.data.models import wants_flat
+    from fodp.options import Kronecker
     from fodp.private_data import declare_public
 
-    shape = plan.algorithm.parts.shape
-    if shape is None or shape.shape != "kronecker":
+    if not isinstance(plan.options.scaling, Kronecker):
         raise ConfigurationError("--public-sample is looked at by the shape kronecker alone: add --shape kronecker")
     found = public_records(Path(config["public_sample"]), splits.card, flatten=wants_flat(config["model"]))
     return dict(public_sample=declare_public(found) if config.get("shared_rows_are_public") else found)
@@ -280,14 +285,18 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
     if "plan" in config:
         return _stored_plan(config)
     card = splits.card if config.get("records_per_person") is None else _card_of_people(config, splits.card)
-    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", card.sampling_rate))
+    batch, size = config.get("batch"), card.train_size
+    usual = card.sampling_rate if batch is None else _checks.positive("--batch", batch) / size
+    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", usual))
     public: dict[str, Any] = dict(
         sampling_rate=rate,
-        steps=_steps(config["epochs"], rate),
-        lot_size=config.get("lot_size", max(1.0, round(rate * card.train_size))),
+        steps=steps_of(config["epochs"], rate, "--epochs"),
+        lot_size=config.get("lot_size", max(1.0, round(rate * size)) if batch is None else batch),
+        batch=batch,
+        public_size=size,
         **_unit(config),
         clip_norm=config["clip_norm"],
-        delta=config["delta"],
+        delta=config.get("delta"),
         method=config["method"],
         params=said_params(config),
         accountant=config["accountant"],
@@ -335,7 +344,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
     numbers = {name: config[name] for name in plan.to_dict() if name in config}
     if numbers.get("noise_multiplier", 0) is None:
         del numbers["noise_multiplier"]
-    for name, value in {**numbers, "steps": _steps(config["epochs"], plan.sampling_rate)}.items():
+    for name, value in {**numbers, "steps": steps_of(config["epochs"], plan.sampling_rate, "--epochs")}.items():
         if value != getattr(plan, name):
             raise LedgerError(
                 f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
@@ -359,12 +368,3 @@ def said_params(config: dict[str, Any]) -> dict[str, Any]:
         raise LedgerError(f"the run's configuration says set {_checks.shown(params)}: restore a copy of it")
     shape = {"shape": setting(f"shape={config['shape']}")[1]} if "shape" in config else {}
     return {**params, **shape, **({"lr": config["lr"]} if "lr" in config else {})}
-
-
-def _steps(epochs: Any, rate: float) -> int:
-    steps = _checks.positive("--epochs", epochs) / rate
-    if steps > MOST_STEPS:
-        raise ConfigurationError(
-            f"--epochs {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps"
-        )
-    return max(1, round(steps))

@@ -63,13 +63,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """One row per method: what it is, what it costs, its own parameters with their defaults."""
-    from fodp.methods import METHODS, CommonParams
+    """One row per method: what it is, what it costs, its own parameters and other defaults of options."""
+    from fodp.methods import METHODS
+    from fodp.options.option import numbers
 
-    common = {f.name: f.default for f in dataclasses.fields(CommonParams)}
     rows = []
     for method in METHODS.values():
-        defaults = dataclasses.asdict(method.Params())
         rows.append(
             {
                 "name": method.name,
@@ -80,9 +79,9 @@ def method_rows() -> list[dict[str, Any]]:
                 "advice": method.advice,
                 "noise_meaning": method.noise_meaning,
                 "reconstruction": method.reconstruction,
-                "params": {k: v for k, v in defaults.items() if k not in common or common[k] != v},
+                "params": {**numbers(method.Params()), **method.defaults},
                 "doc": _paragraphs(method.__doc__),
-                "params_doc": _listed(method.Params.__doc__),
+                "params_doc": _listed(method.Params.__doc__) if dataclasses.fields(method.Params) else "",
             }
         )
     return rows
@@ -90,8 +89,6 @@ def method_rows() -> list[dict[str, Any]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The page docs/methods.md."""
-    from fodp.methods import CommonParams
-
     lines = [
         "# The private optimizers",
         "",
@@ -106,21 +103,46 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         columns = (row[key] for key in ("summary", "reference", "queries", "cost", "advice"))
         lines.append(" | ".join((f"| `{row['name']}`", *columns)) + " |")
-    lines += ["", "## Parameters of every method", "", *_listed(CommonParams.__doc__).splitlines(), ""]
-    defaults = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(CommonParams))
-    lines += [f"Defaults: {defaults}.", ""]
+    lines += _options_of_every_method()
     for row in rows:
         lines += [f"## {row['name']}", "", *_about(row), ""]
     return "\n".join(lines)
 
 
+def _options_of_every_method() -> list[str]:
+    """The section about options, from their table."""
+    from fodp.options import KINDS, OPTIONS
+    from fodp.options.option import numbers
+
+    lines = [
+        "",
+        "## Options of every method",
+        "",
+        'Options compose with every method. Say them flat, `params=dict(average="ema", average_decay=0.9)`',
+        "and `--set average=ema`, or as objects, `Plan(..., average=fodp.options.Ema(0.9))`: both make the same plan.",
+        "A number of an option that was not chosen does nothing and is refused. What does not go together: one table,",
+        "[conflicts](conflicts.md). How to add one: [an option of your own](own-method.md#an-option-of-your-own).",
+        "",
+    ]
+    for name, kind in KINDS.items():
+        none = f"; `{kind.nothing}`: none" if kind.may_be_none else ""
+        lines += [f"### {name}", "", f"Chosen by `{kind.name}`, by default `{kind.usual}`{none}.", ""]
+        for row in (row for row in OPTIONS if row.kind == name):
+            word = "" if row.word is None else f"`{kind.name}={row.word}`, "
+            given = ", ".join(f"{field}={value}" for field, value in numbers(row.option()).items())
+            about = " ".join(_paragraphs(row.option.__doc__).split())
+            lines.append(f"* {word}`{row.option.__name__}({given})`: {about}")
+        lines.append("")
+    return lines
+
+
 def _about(row: dict[str, Any]) -> list[str]:
-    own = ", ".join(f"`{name}={value}`" for name, value in row["params"].items()) or "the common ones"
+    own = ", ".join(f"`{name}={value}`" for name, value in row["params"].items()) or "options alone"
     lines = [row["doc"], "", f"* Reference: {row['reference']}."]
     lines += [f"* The noise multiplier means: {row['noise_meaning']}."]
     if row["reconstruction"]:
         lines.append(f"* Reconstruction or departure from the source: {row['reconstruction']}.")
-    return [*lines, f"* Parameters: {own}.", "", row["params_doc"]]
+    return [*lines, f"* Parameters: {own}.", *(["", row["params_doc"]] if row["params_doc"] else [])]
 
 
 def _listed(doc: str | None) -> str:

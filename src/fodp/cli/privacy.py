@@ -10,7 +10,7 @@ from fodp import accounting
 from fodp._checks import ConfigurationError
 from fodp._extras import need
 from fodp.accounting import ACCOUNTANTS, Event, Phase
-from fodp.cli.job import add_import, public_plan
+from fodp.cli.job import add_import, public_numbers, public_plan
 from fodp.cli.waiting import slow_note
 from fodp.described import Described
 
@@ -18,11 +18,11 @@ EPILOG = """examples:
   fodp epsilon --noise-multiplier 1.1 --sampling-rate 0.04 --steps 6250 --beta 0.9
   fodp calibrate --target-epsilon 8 --sampling-rate 0.04 --steps 1000 --method dp-sam
 
-Without --method: FO-DP-SGD with beta 0.9, as `Plan`; --beta 1 is DP-SGD. `fodp train` has another default, its
-recipe, whose noise is that of --method fo-noise --set order=None. Methods that ask more than one question per step cost
-more."""
+Without --method these are calculators of FO-DP-SGD, with beta 0.9; --beta 1 is DP-SGD. `fodp train` has another
+default, its recipe, whose noise is that of --method fo-noise --set order=None, and so has `Plan`. Methods that ask more
+than one question per step cost more."""
 
-# Of fo-dp-sgd, the default method; said here again because methods take a second to import.
+# Of fo-dp-sgd, as `fodp.epsilon`; said here again because methods take a second to import.
 DEFAULT_BETA = 0.9
 FO_NOISE_MEANING = "the paper's σ: noise std over C; the event's multiplier is σ/β"
 
@@ -36,9 +36,12 @@ _COVERS = (
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sampling-rate", type=float, required=True, metavar="Q", help="probability q of an example")
-    parser.add_argument("--steps", type=int, required=True, metavar="T", help="number of steps")
-    parser.add_argument("--delta", type=float, default=1e-5, help="default 1e-5")
+    parser.add_argument("--sampling-rate", type=float, metavar="Q", help="probability q of an example")
+    parser.add_argument("--steps", type=int, metavar="T", help="number of steps")
+    parser.add_argument("--public-size", type=int, metavar="N", help="with --batch, in place of --sampling-rate")
+    parser.add_argument("--batch", type=float, metavar="B", help="records a lot, about: sampling rate B/N")
+    parser.add_argument("--epochs", type=float, metavar="E", help="in place of --steps, which are round(E/q)")
+    parser.add_argument("--delta", type=float, help="default 1e-5, or a tenth of one over N if that is smaller")
     parser.add_argument("--beta", type=float, help=f"mixing of FO-DP-SGD, default {DEFAULT_BETA:g}; 1 is DP-SGD")
     parser.add_argument(
         "--method",
@@ -75,13 +78,17 @@ def run_epsilon(options: argparse.Namespace) -> int:
         else:
             numbers = {"noise_multiplier": options.noise_multiplier, **_public(options)}
             epsilon = accounting.epsilon(**numbers)
-            phases = (
-                Phase((Event(options.sampling_rate, options.noise_multiplier / numbers["beta"]),), options.steps),
-            )
+            phases = _phases(numbers)
             described = Described(phases)
-        other = _second_opinion(phases, options.delta, options.accountant) if options.second_opinion else None
+        other = _second_opinion(phases, numbers["delta"], options.accountant) if options.second_opinion else None
     _show(options, epsilon, numbers, described, other)
     return 0
+
+
+def _phases(numbers: dict[str, Any]) -> tuple[Phase, ...]:
+    """The events of FO-DP-SGD."""
+    event = Event(numbers["sampling_rate"], numbers["noise_multiplier"] / numbers["beta"])
+    return (Phase((event,), numbers["steps"]),)
 
 
 def _second_opinion(phases: Sequence[Phase], delta: float, accountant: str) -> float:
@@ -111,7 +118,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             sigma = accounting.calibrate(target_epsilon=options.target_epsilon, **public)
             numbers = {"noise_multiplier": sigma, **public}
             epsilon = accounting.epsilon(**numbers)
-            described = Described((Phase((Event(options.sampling_rate, sigma / numbers["beta"]),), options.steps),))
+            described = Described(_phases(numbers))
     _show(options, epsilon, numbers, described)
     return 0
 
@@ -127,10 +134,8 @@ def _numbers(plan: "Plan") -> dict[str, Any]:
     numbers = {name: getattr(plan, name) for name in names}
     if "beta" in plan.params:
         numbers["beta"] = plan.params["beta"]
-    described = plan.algorithm.describe()
-    if "bands" in described:  # chosen by the plan, perhaps: without them sigma means nothing
-        chosen = ("bands", "horizon") if "horizon" in described else ("bands", "order")
-        numbers |= {name: described[name] for name in chosen}
+    if "bands" in plan.params:  # chosen by the plan, perhaps: without them sigma means nothing
+        numbers |= {name: plan.params[name] for name in ("bands", "order")}
     return {**numbers, "noise_meaning": plan.algorithm.noise_meaning}
 
 
@@ -152,9 +157,9 @@ def _against_dp_sgd(plan: "Plan", target_epsilon: float) -> dict[str, float]:
 def _public(options: argparse.Namespace) -> dict[str, Any]:
     if options.set:
         raise ConfigurationError("--set is for the parameters of --method: say which")
-    names = ("sampling_rate", "steps", "delta", "accountant")
+    numbers = {name: value for name, value in public_numbers(options).items() if name != "lot_size"}
     beta = DEFAULT_BETA if options.beta is None else options.beta
-    return {**{name: getattr(options, name) for name in names}, "beta": beta}
+    return {**numbers, "accountant": options.accountant, "beta": beta}
 
 
 def _show(

@@ -188,7 +188,13 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
         folder.create()  # only now, when everything else has proved right
     ledger = trainer.ledger  # the folder's own is made here, before the configuration that a resumed run is read from
     if not options.resume and ranks.is_first:
-        stored = {**config, "plan": plan.to_dict(), "run": trainer.run_id, "fodp": fodp.__version__}
+        stored = {
+            **config,
+            "delta": plan.delta,
+            "plan": plan.to_dict(),
+            "run": trainer.run_id,
+            "fodp": fodp.__version__,
+        }
         stored["described"] = plan.described().sentences()
         # What predicting takes; all of it is public.
         stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
@@ -363,7 +369,6 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
     from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.cli.plot import plot_accuracy
-    from fodp.methods.parts.rates import AUTO
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted" and not result["steps"]:
@@ -392,7 +397,7 @@ def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: di
         print(f"mean squared error {result['final_loss']:.4f} on the public test split, target in [-1, 1]", file=text)
     else:
         print("no accuracy: there is no public test data to score on", file=text)
-    if plan.params["lr"] == AUTO:
+    if plan.options.rate.is_automatic:
         then = ", then by what was released" if result["params"].get("rate_rule", "none") != "none" else ""
         print(f"learning rate {result['lr']:.4g}, chosen from public numbers only (lr=auto){then}", file=text)
     print(f"epsilon {rounded_up(result['epsilon'])} at delta {rounded_up(result['delta'], 6)}", file=text)
@@ -475,7 +480,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     from fodp.training.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
-    missing = sorted({*_DEFAULTS, "plan", "run"} - stored.keys())
+    missing = sorted({*_DEFAULTS, "delta", "method", "plan", "run"} - stored.keys())
     if not _says_how_private(stored):
         missing.append("noise_multiplier")
     if missing:

@@ -139,7 +139,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {_checks.shown(plan)}")
         refuse_other_ledger(ledger)
-        if plan.algorithm.parts.average is not None:
+        if plan.options.average is not None:
             raise ConfigurationError(
                 "Lightning scores and saves the module itself, which is the last iterate: leave the plan's average out "
                 "and use Lightning's callback WeightAveraging, which costs no epsilon either"

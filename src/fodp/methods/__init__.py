@@ -6,7 +6,7 @@ The table drives the command line's choices, the common tests, the docs page and
 from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.methods.adp_adamw import ADPAdamW
-from fodp.methods.base import CommonParams, Method
+from fodp.methods.base import Method
 from fodp.methods.block_dp_sgd import BlockDPSGD
 from fodp.methods.disk import DiSK
 from fodp.methods.dp_adam_ac import DPAdamAC
@@ -60,4 +60,4 @@ def find(name: str) -> type[Method]:
     return METHODS[_checks.one_of("method", name, METHODS)]
 
 
-__all__ = ["METHODS", "CommonParams", "Method", "find", "register"]
+__all__ = ["METHODS", "Method", "find", "register"]

@@ -2,31 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class ADPAdamWParams(DPSGDParams):
+class ADPAdamWParams:
     """`decay` is the factor on the noise per epoch of round(1/q) steps; 1 is DP-AdamW.
 
     The noise falls in at most `plateaus` steps of equal length, each at the value of its first epoch: a
     schedule of hundreds of different values would take minutes to account.
     """
 
-    update: str = "adamw"
-    weight_decay: float = 0.01
     decay: float = 0.99
     plateaus: int = 16
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.fraction("decay", self.decay)
         _checks.whole("plateaus", self.plateaus)
 
@@ -47,8 +45,8 @@ class ADPAdamW(DPSGD):
     noise_meaning = "σ_0, the first value of the schedule σ_e = σ_0·decay^e"
     advice = "When the end of training needs less noise than its start; total ε is calibrated."
     reconstruction = "the whole definition: the source could not be read"
-    owns_optimizer = True
     Params = ADPAdamWParams
+    defaults = MappingProxyType({"update": "adamw", "weight_decay": 0.01})
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         length = self._plateau(plan)

@@ -1,256 +1,26 @@
-"""What a private optimizer is: public parameters, promised events, and a step in a few verbs.
+"""What a private optimizer is: its own public numbers, the options beside them, promised events, and a step."""
 
-Seven parts compose with every method: the update that the optimizer makes of the releases, a filter on them, an
-adaptive clip norm, clipping by layer, the shape of the query, public schedules of noise and clip norm, and an average
-of the iterates (`fodp.methods.parts`). People write them flat, as parameters that all methods take (`CommonParams`).
-"""
-
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.accounting import Phase
-from fodp.methods.parts import schedule, shapes
-from fodp.methods.parts.adaptive_clip import Quantile
-from fodp.methods.parts.averages import AVERAGES, Average
-from fodp.methods.parts.filters import FILTERS, Doppler, Fractional, Momentum
-from fodp.methods.parts.layers import PerLayer
-from fodp.methods.parts.rates import AUTO, CONSTANT, RateSchedule, accumulated
-from fodp.methods.parts.schedule import Schedule, Schedules
-from fodp.methods.parts.shapes import Shape, ShapeChoice
-from fodp.methods.parts.updates import UPDATES, AdamBC, CorrectedAdam, Sgd, Update
+from fodp.options import Options
+from fodp.options.chosen import read
+from fodp.options.option import numbers
+from fodp.options.table import known_names
+from fodp.options.update import NoiseCorrectedAdam, accumulated
 from fodp.step import Known, PublicNumbers, Step
-
-Part = TypeVar(
-    "Part",
-    bound=Update | Momentum | Doppler | Fractional | Quantile | PerLayer | Schedules | Shape | Average | RateSchedule,
-)
-
-# What a flat parameter waits for. Those of a part that was not chosen must be left at their defaults.
-_NEEDS = {
-    "beta1": "update='adam' or the like",
-    "beta2": "update='adam' or the like",
-    "adam_eps": "update='adam' or 'adamw'",
-    "bc_floor": "update='adambc' or 'adamwbc'",
-    "filter_a": "filter='doppler'",
-    "filter_b": "filter='doppler'",
-    "filter_beta": "filter='fractional'",
-    "count_noise": "a quantile",
-    "clip_rate": "a quantile",
-    "clip_min": "a quantile",
-    "clip_max": "a quantile",
-    "layer_shares": "clip='per-layer'",
-    "clip_stability": "clip='normalised'",
-    "average_decay": "average='ema'",
-    "average_share": "average='tail'",
-    "average_power": "average='power'",
-}
-# Left out of what is recorded where they are not used: plans from before there were any stay the same plans.
-_LATER = ("clip", "layer_shares", "clip_stability", "noise_schedule", "clip_schedule", "shape", "width", "auto_ratio",
-          "average", "average_decay", "average_share", "average_power", "lr_schedule", "lr_warmup",
-          "rate_rule", *shapes.ACTING)  # fmt: skip
-CLIPPINGS = ("flat", "per-layer", "normalised")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts that a method was composed with; None: the release as it is, the clip norm as it is, clipped whole."""
-
-    update: Update
-    filter: Momentum | Doppler | Fractional | None
-    clip: Quantile | None
-    layers: PerLayer | None = None
-    schedules: Schedules | None = None
-    shape: Shape | None = None
-    stability: float | None = None  # of gradients that are all scaled to the clip norm
-    average: Average | None = None
-    rates: RateSchedule = CONSTANT
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonParams:
-    """Public parameters that every method takes: learning rate, update, filter, clipping, schedules.
-
-    lr: a number, or auto: so that the noise of the whole run is `auto_ratio` times the initial weights, from public
-        numbers alone (`fodp.methods.parts.rates`), by methods that know what noise they accumulate.
-    lr_schedule: constant, linear, cosine or trapezoid (level for three quarters of the plan, then linear): public
-        factors on the rate, down to nothing at the plan's end, after `lr_warmup` steps of rising ones. lr is the
-        largest.
-    rate_rule: none, or transcript: after a quarter of the plan the rate is raised, to four times at most, while
-        releases agree with the recent way of the run beyond their known noise, and lowered while they want to go back
-        (`fodp.methods.parts.rate_rules`). Not with noise that is correlated over steps.
-    update: sgd, adam, adamw, adambc or adamwbc, with `momentum`, `beta1`, `beta2`, `adam_eps`,
-        `weight_decay`, `bc_floor` where they apply.
-    filter: none, momentum (bias-corrected average, `momentum` 0.9 unless set), doppler (`filter_a`,
-        `filter_b`) or fractional (`filter_beta`); acts on releases, whatever the update.
-    quantile: None keeps the clip norm; a fraction adapts it so that about that share of the examples is
-        unclipped. Costs no ε: the noisy count (`count_noise`, default L/20, or z where that is larger) is
-        released jointly. It starts at the plan's clip norm, moves by `clip_rate`, within `clip_min` and `clip_max`.
-    clip: flat (a gradient is clipped as a whole) or per-layer (each module's part to its share of the clip norm, equal
-        ones or those of `layer_shares`; the squares of the parts sum to C²) or normalised (every gradient g becomes
-        C·g/(‖g‖ + `clip_stability`), so that C drops out but for the rate: Bu et al., Automatic Clipping, 2023).
-    shape: none, fan-in (the part of a parameter with more than `width` inputs is scaled by √(width/inputs) before
-        clipping, and the release again), kronecker, transcript, or public numbers of your own, one for each trainable
-        parameter. kronecker maps each layer's inputs and back-signals by (A + `shape_damping`)^(-1/2), A their second
-        moment over made-up records (`shape_inputs`: auto, pink or normal; or `Trainer(public_sample=...)`) in the
-        model at the start and, with `shape_every` k, at every k-th step; scaled to the mean square of fan-in.
-        `shape_sides` is outputs (back-signals alone: made-up inputs are not the data's), inputs or both, of weights
-        that lie as those of nn.Linear.
-        transcript learns the factors from earlier releases' energies beyond their noise (memory of `shape_memory`
-        steps, fan-in for the first `shape_warmup`), so that a block of D numbers has a share of D^`shape_share`, within
-        `shape_floor` and `shape_ceiling`; `shape_blocks` is parameter or row, which is an output or a channel.
-    noise_schedule: public factors on the noise multiplier, as pairs (first step, factor) from step 0 on;
-        `clip_schedule` the same on the clip norm.
-    average: of the iterates, what is scored, exported and left in the model when a fit ends: none (the last one), ema
-        (exponential, `average_decay`, with a warm-up), tail (the mean over the last `average_share` of the run) or
-        power (weights that grow as step^`average_power`). Training goes on from the iterate. It costs no ε.
-    """
-
-    lr: float | str = AUTO
-    update: str = "sgd"
-    momentum: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.0
-    bc_floor: float = 0.03
-    filter: str = "none"
-    filter_a: tuple[float, ...] = (-0.9,)
-    filter_b: tuple[float, ...] = (0.1,)
-    filter_beta: float = 0.9
-    quantile: float | None = None
-    count_noise: float | None = None
-    clip_rate: float = 0.2
-    clip_min: float = 1e-3
-    clip_max: float = 1e3
-    clip: str = "flat"
-    layer_shares: tuple[float, ...] = ()
-    noise_schedule: Schedule | None = None
-    clip_schedule: Schedule | None = None
-    clip_stability: float = 0.01
-    shape: ShapeChoice = "none"
-    width: float = 64.0
-    average: str = "none"
-    average_decay: float = 0.99
-    average_share: float = 0.25
-    average_power: float = 8.0
-    shape_damping: float = 1.0
-    shape_every: int = 0
-    shape_inputs: str = "auto"
-    shape_sides: str = "outputs"
-    shape_blocks: str = "parameter"
-    shape_warmup: int = 50
-    shape_memory: float = 100.0
-    shape_floor: float = 0.01
-    shape_ceiling: float = 4.0
-    shape_share: float = 0.25
-    auto_ratio: float = 2.0
-    lr_schedule: str = "constant"
-    lr_warmup: int = 0
-    rate_rule: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
-            raise ConfigurationError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
-        _checks.one_of("update", self.update, UPDATES)
-        _checks.one_of("filter", self.filter, FILTERS)
-        _checks.one_of("clip", self.clip, CLIPPINGS)
-        _checks.one_of("average", self.average, AVERAGES)
-        object.__setattr__(self, "shape", shapes.checked(self.shape))
-        if _checks.positive("clip_stability", self.clip_stability) and self.clip == "normalised" and self.quantile:
-            raise ConfigurationError(
-                "clip='normalised' brings every gradient to the clip norm, and a quantile counts those below it: leave "
-                "one of them out"
-            )
-        for name in ("noise_schedule", "clip_schedule"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, schedule.checked(name, getattr(self, name), _checks.positive))
-        if self.clip_schedule is not None and self.quantile is not None:
-            raise ConfigurationError(
-                "a quantile adapts the clip norm, and clip_schedule fixes it beforehand: leave one of them out"
-            )
-        for name in ("filter_a", "filter_b", "layer_shares"):
-            given = getattr(self, name)
-            if not isinstance(given, Sequence) or isinstance(given, str):
-                raise ConfigurationError(f"{name} must be a sequence of numbers, got {given!r}")
-            object.__setattr__(self, name, tuple(_checks.number(f"each of {name}", value) for value in given))
-        for field in fields(CommonParams):  # ranges are the parts' business
-            if isinstance(field.default, float) and getattr(self, field.name) != AUTO:
-                _checks.number(field.name, getattr(self, field.name))
-        self._refuse_what_would_not_act()
-        _ = self.parts  # each checks itself
-
-    def in_short(self, steps: int, of: int) -> dict[str, Any]:
-        """What becomes other values where a plan `of` so many steps is tried in fewer, as audits do, so that all that
-        acts late in the plan acts there too: schedules, and what is counted in steps. Extend it for your own."""
-        changed: dict[str, Any] = {}
-        for name in ("noise_schedule", "clip_schedule"):
-            if (given := getattr(self, name)) is not None:
-                changed[name] = schedule.in_short(given, steps, of)
-        for name in ("lr_warmup", "shape_every", *(("shape_warmup",) if self.shape == "transcript" else ())):
-            if count := getattr(self, name):
-                changed[name] = schedule.share_of(count, steps, of)
-        return changed
-
-    @cached_property
-    def parts(self) -> Parts:
-        """What the flat spelling means: the one place where it is read."""
-        averaged = self.filter == "momentum"  # then `momentum` is the filter's, and the update has none
-        kind = FILTERS[self.filter]
-        return Parts(
-            self._part(UPDATES[self.update], momentum=0.0 if averaged else self.momentum),
-            None if kind is None else self._part(kind, momentum=self.momentum or 0.9),
-            None if self.quantile is None else self._part(Quantile),
-            self._part(PerLayer) if self.clip == "per-layer" else None,
-            None if self.noise_schedule is self.clip_schedule is None else self._part(Schedules),
-            None if self.shape == "none" else self._part(Shape),
-            self.clip_stability if self.clip == "normalised" else None,
-            None if (average := AVERAGES[self.average]) is None else self._part(average),
-            self._part(RateSchedule),
-        )
-
-    def _part(self, kind: type[Part], **changes: float) -> Part:
-        return kind(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(kind)})
-
-    def _refuse_what_would_not_act(self) -> None:
-        by_layer = PerLayer if self.clip == "per-layer" else None
-        clip = None if self.quantile is None else Quantile
-        chosen = (UPDATES[self.update], FILTERS[self.filter], clip, by_layer, AVERAGES[self.average])
-        acting = {f.name for kind in chosen if kind is not None for f in fields(kind)}
-        acting |= {"clip_stability"} if self.clip == "normalised" else set()
-        for name, needed in _NEEDS.items():
-            self._refuse_unused(name in acting, needed, name)
-        for name, those in shapes.ACTING.items():
-            self._refuse_unused(self.shape in those, f"shape={' or '.join(map(repr, those))}", name)
-        if self.shape in ("kronecker", "transcript") and issubclass(UPDATES[self.update], CorrectedAdam):
-            raise ConfigurationError(
-                f"update {self.update!r} must know the noise of every number, and shape={self.shape!r} mixes or moves "
-                "it: use another update, or shape='fan-in'"
-            )
-        self._refuse_unused(self.lr == AUTO, "lr='auto'", "auto_ratio")
-        _checks.positive("auto_ratio", self.auto_ratio)
-        if self.momentum and "momentum" not in acting:
-            raise ConfigurationError(
-                f"momentum does nothing with update {self.update!r}: set beta1, or filter='momentum'"
-            )
-        if self.weight_decay and "weight_decay" not in acting:
-            raise ConfigurationError(
-                f"weight_decay does nothing with update {self.update!r}: set it to 0, or update to adamw or adamwbc"
-            )
-
-    def _refuse_unused(self, acting: bool, needed: str, *names: str) -> None:
-        """Refuse parameters that were set and would do nothing; only defaults may wait for `needed`."""
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in names:
-            if not acting and getattr(self, name) != defaults[name]:
-                raise ConfigurationError(f"{name} does nothing without {needed}: set that too, or leave {name} out")
+class NoParams:
+    """Of a method without numbers of its own."""
 
 
 class State(Protocol):
@@ -282,41 +52,47 @@ class Method:
     has_acceptance_test: ClassVar[bool] = False  # True: `accepts` decides after the update whether it stays
     moves_points: ClassVar[bool] = False  # True: it asks for gradients at other points than the model's own
     weighs_by_norm: ClassVar[bool] = False  # True: its sums weigh whole gradients, which cannot be done layer by layer
-    owns_optimizer: bool = False  # True: the optimizer is the method's, or its params', and takes no other's place
-    Params: ClassVar[type[CommonParams]] = CommonParams
+    owns_optimizer: bool = False  # True: the optimizer is the method's, or its options', and takes no other's place
+    Params: ClassVar[type[Any]] = NoParams  # a frozen dataclass of the method's own numbers, each with a default
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of options, by their flat names, where they are others than usual
 
-    def __init__(self, params: Any):
-        self.params = params
-        self.parts: Parts = params.parts
-        if self.weighs_by_norm and params.clip != "flat":
-            raise ConfigurationError(f"{self.name} weighs whole gradients by their norms: leave clip at 'flat'")
-        filtered_twice = self.correlates_noise and self.parts.filter is not None
-        if filtered_twice and isinstance(self.parts.update, CorrectedAdam):
-            raise ConfigurationError(
-                f"{self.name} filters its noise already, and {params.update} must know the variance of what it gets: "
-                "leave out the filter, or use another update"
-            )
-        if self.parts.rates.follows and len(self.strategy()) > 1:
-            raise ConfigurationError(
-                f"rate_rule='transcript' asks what is fresh in a release, and the noise of {self.name} is "
-                f"correlated over {len(self.strategy())} steps: leave rate_rule out, or use one band"
-            )
-        self.owns_optimizer |= not isinstance(self.parts.update, Sgd) or params.momentum != 0
+    def __init__(self, params: Any, options: Options):
+        self.params, self.options = params, options
+        self.owns_optimizer |= not options.update.may_be_yours
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> "Method":
-        """Make the method from plain keys; an unknown one is refused with the known ones named."""
-        known = [f.name for f in fields(cls.Params)]
-        unknown = [key for key in given if key not in known]
+    def from_dict(cls, given: Mapping[str, Any]) -> "Method":
+        """Make the method from the flat spelling; an unknown name is refused with the known ones named."""
+        own = {field.name for field in fields(cls.Params)}
+        known = own | known_names().keys()
+        unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigurationError(f"{cls.name} has no parameter {unknown[0]!r}; it knows {', '.join(sorted(known))}")
-        return cls(cls.Params(**given))
+        params = cls.Params(**{name: value for name, value in given.items() if name in own})
+        return cls(params, read({name: value for name, value in given.items() if name not in own}, cls.defaults))
 
     def describe(self) -> dict[str, Any]:
-        """Every parameter with its value, defaults included: recorded with each run. Later parts only if used."""
-        defaults = {f.name: f.default for f in fields(self.params)}
-        given = asdict(self.params)
-        return {name: value for name, value in given.items() if name not in _LATER or value != defaults[name]}
+        """Every number that acts, by its flat name, defaults included: recorded with each run."""
+        return numbers(self.params) | self.options.flat(self.defaults)
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Words for the table of conflicts, of the method and its options, each with what a message calls it."""
+        found = {f"method {self.name}": self.name, **self.options.features}
+        if self.weighs_by_norm:
+            found["a method that weighs whole gradients"] = f"{self.name}, which weighs whole gradients by their norms,"
+        if self.correlates_noise:
+            found["a method that filters its noise"] = f"{self.name}, which filters its noise already,"
+        if len(self.strategy()) > 1:
+            found["correlated noise"] = f"{self.name} with {len(self.strategy())} bands, whose noise is correlated,"
+        return found
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        """Parameters to change when an audit runs a shortened version of a plan: `steps` steps instead of `of`.
+
+        Schedules, and what is counted in steps, so that all that acts late acts there too. Extend it for your own.
+        """
+        return self.options.in_short(steps, of)
 
     def events(self, plan: PublicNumbers) -> Sequence[Phase]:
         """What the plan promises before any data is touched: the events of every step."""
@@ -356,7 +132,8 @@ class Method:
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """A fresh optimizer that makes updates of the releases, as the parameters ask."""
         # What lr="auto" comes to is known with the model: `fodp.training.fitting` sets it.
-        return self.parts.update.optimizer(parameters, 1.0 if self.params.lr == AUTO else self.params.lr)
+        lr = self.options.rate.lr
+        return self.options.update.optimizer(parameters, lr if isinstance(lr, float | int) else 1.0)
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         """What of a step's fresh noise (`step_noise`) is in what `step` returns then, a step later, …: for lr="auto".
@@ -374,7 +151,7 @@ class Method:
 
     def step_noises(self, plan: PublicNumbers) -> Sequence[float]:
         """Those of all steps, by the plan's public schedules."""
-        schedules = self.parts.schedules
+        schedules = self.options.schedules
         return [
             self.step_noise(plan if schedules is None else schedules.at(plan, step), step) for step in range(plan.steps)
         ]
@@ -395,10 +172,10 @@ class Method:
 
     def tune(self, optimizer: torch.optim.Optimizer, session: Known, state: Any) -> None:
         """Before every update: tell the optimizer what it may know. Post-processing only."""
-        if isinstance(optimizer, AdamBC):
+        if isinstance(optimizer, NoiseCorrectedAdam):
             for group in optimizer.param_groups:
                 group["noise_variance"] = session.noise_variance()
-                if self.parts.shape is not None:  # the noise differs from block to block
+                if self.options.scaling is not None:  # the noise differs from block to block
                     group["noise_shares"] = [session.noise_share(parameter) for parameter in group["params"]]
 
     def accepts(self, session: Known, state: Any) -> bool:

@@ -9,20 +9,19 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.methods.base import DataclassState
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.methods.parts.filters import RESPONSE_LENGTH
+from fodp.methods.dp_sgd import DPSGD
+from fodp.options.filter import RESPONSE_LENGTH
 from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiSKParams(DPSGDParams):
+class DiSKParams:
     """Gain κ (1 is DP-SGD) and step γ of the finite difference. γ = (1-κ)/κ needs one gradient only."""
 
     kappa: float = 0.7
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.fraction("kappa", self.kappa)
         _checks.positive("gamma", self.gamma)
 
@@ -79,6 +78,6 @@ class DiSK(DPSGD):
         return [kappa * (1 - kappa) ** lag for lag in range(length)]
 
     def noise_gains(self, state: DiSKState) -> Sequence[float]:
-        """In all 1 at first, κ/(2-κ) in the long step."""
+        """In all 1 at first, κ/(2-κ) in the long run."""
         kappa, before = self.params.kappa, min(state.seen, RESPONSE_LENGTH) - 1
         return [*((kappa * (1 - kappa) ** lag) ** 2 for lag in range(before)), (1 - kappa) ** (2 * before)]

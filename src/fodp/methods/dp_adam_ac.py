@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,23 +11,20 @@ from torch import Tensor
 from fodp import _checks
 from fodp._checks import ConfigurationError
 from fodp.methods.base import DataclassState
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
+from fodp.options import Options
+from fodp.options.option import numbers, refuse_unused
 from fodp.step import Known, PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPAdamACParams(DPSGDParams):
-    """`quantile` is the share of examples to leave unclipped (1 - ρ*); the rest steers the learning rate.
+class DPAdamACParams:
+    """What steers the learning rate, where ρ* = 1 - `quantile` is the share of examples to clip.
 
     The factor on the learning rate goes up by `up` while the smoothed clip rate is below ρ* - `band` and down
     by `down` while it is above ρ* + `band`, within [`factor_min`, `factor_max`].
     """
 
-    update: str = "adamw"
-    weight_decay: float = 0.01
-    quantile: float | None = 0.8
-    clip_min: float = 0.1
-    clip_max: float = 10.0
     band: float = 0.1
     up: float = 1.01
     down: float = 0.995
@@ -35,7 +33,6 @@ class DPAdamACParams(DPSGDParams):
     smoothing: float = 0.9
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("up", "down", "factor_min", "factor_max"):
             _checks.positive(name, getattr(self, name))
         if not self.down <= 1 <= self.up:
@@ -47,8 +44,6 @@ class DPAdamACParams(DPSGDParams):
             )
         _checks.at_least_zero("band", self.band)
         _checks.open_fraction("smoothing", self.smoothing)
-        steering = "band", "up", "down", "factor_min", "factor_max", "smoothing"
-        self._refuse_unused(self.quantile is not None, "a quantile", *steering)
 
 
 @dataclass
@@ -80,10 +75,22 @@ class DPAdamAC(DPSGD):
     reconstruction = "the private form is ours; most constants are from a third-party implementation"
     owns_optimizer = True
     Params = DPAdamACParams
+    defaults = MappingProxyType(
+        {"update": "adamw", "weight_decay": 0.01, "quantile": 0.8, "clip_min": 0.1, "clip_max": 10.0}
+    )
+
+    def __init__(self, params: DPAdamACParams, options: Options):
+        super().__init__(params, options)
+        refuse_unused(params, options.quantile is not None, "a quantile", *numbers(params))
+
+    @property
+    def _target(self) -> float:
+        """ρ*, the share of examples to clip."""
+        return 0.0 if self.options.quantile is None else 1 - self.options.quantile.quantile
 
     def init(self, plan: PublicNumbers, size: int) -> ControllerState:
         """The learning rate as it is, the clip rate on target."""
-        return ControllerState(factor=1.0, clip_rate=1 - (self.params.quantile or 1.0))
+        return ControllerState(factor=1.0, clip_rate=self._target)
 
     def step(self, step: Step, state: ControllerState) -> Tensor:
         """DP-SGD's step, whose count of unclipped examples steers the learning rate too."""
@@ -100,10 +107,9 @@ class DPAdamAC(DPSGD):
     def _steer(self, state: ControllerState, clip_rate: float) -> None:
         p = self.params
         state.clip_rate = p.smoothing * state.clip_rate + (1 - p.smoothing) * clip_rate
-        target = 1 - (p.quantile or 1.0)
-        if state.clip_rate < target - p.band:
+        if state.clip_rate < self._target - p.band:
             state.factor = min(p.factor_max, state.factor * p.up)
-        elif state.clip_rate > target + p.band:
+        elif state.clip_rate > self._target + p.band:
             state.factor = max(p.factor_min, state.factor * p.down)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

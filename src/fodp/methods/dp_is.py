@@ -9,7 +9,7 @@ from torch import Tensor
 from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.base import DataclassState
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPISParams(DPSGDParams):
+class DPISParams:
     """How often and how noisily the normaliser is refreshed, and the cap on the candidate rate.
 
     normaliser_noise: σ_K; the refreshed normaliser has noise σ_K·C.
@@ -30,7 +30,6 @@ class DPISParams(DPSGDParams):
     rate_cap: float = 1.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.positive("normaliser_noise", self.normaliser_noise)
         _checks.whole("refresh", self.refresh, minimum=250)
         _checks.positive("rate_cap", self.rate_cap)

@@ -8,19 +8,18 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPSAMParams(DPSGDParams):
+class DPSAMParams:
     """ρ, the length of the ascent, and how much noisier the ascent query is."""
 
     rho: float = 0.05
     ascent_noise: float = 3.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.at_least_zero("rho", self.rho)
         _checks.positive("ascent_noise", self.ascent_noise)
 

@@ -7,18 +7,17 @@ from torch import Tensor
 
 from fodp import _checks
 from fodp.methods.base import DataclassState
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPSATParams(DPSGDParams):
+class DPSATParams:
     """ρ, the length of the ascent; 0 is DP-SGD."""
 
     rho: float = 0.03
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.at_least_zero("rho", self.rho)
 
 

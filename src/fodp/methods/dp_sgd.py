@@ -1,19 +1,13 @@
 """DP-SGD: clip each example's gradient, sum, add noise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from fodp.accounting import Event, Phase
-from fodp.methods.base import CommonParams, Method
+from fodp.methods.base import Method
 from fodp.step import PublicNumbers, Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPSGDParams(CommonParams):
-    """Public parameters of DP-SGD: the common ones."""
 
 
 class DPSGD(Method):
@@ -24,7 +18,6 @@ class DPSGD(Method):
     reference = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
     noise_meaning = "σ: noise std over C, and the event's multiplier"
     advice = "The first thing to try, with a tuned learning rate."
-    Params: ClassVar[type[CommonParams]] = DPSGDParams
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         return (1.0,)

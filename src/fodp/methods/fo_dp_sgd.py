@@ -12,15 +12,16 @@ from fodp.accounting import Event, Phase
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.memory.exponentials import ExponentialSumMemory
 from fodp.memory.window import WindowMemory
-from fodp.methods.base import CommonParams, Method
-from fodp.methods.parts import schedule
-from fodp.methods.parts.filters import feedback_gains, feedback_response
-from fodp.methods.parts.schedule import Schedule
+from fodp.methods.base import Method
+from fodp.options import schedule
+from fodp.options.filter import feedback_gains, feedback_response
+from fodp.options.option import refuse_unused
+from fodp.options.schedule import Schedule
 from fodp.step import PublicNumbers, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class FODPSGDParams(CommonParams):
+class FODPSGDParams:
     """Public parameters of FO-DP-SGD; β, α and K as in the paper, the others it leaves open.
 
     `fodp.FractionalMemory` gives the reasons for λ, τ, γ and eps. κ and ζ default (None) to the norm
@@ -44,7 +45,6 @@ class FODPSGDParams(CommonParams):
     compact_error: float = 0.05
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
         if self.compact is not None:
             _checks.one_of("compact", self.compact, ("exponentials",))
@@ -52,12 +52,8 @@ class FODPSGDParams(CommonParams):
             raise ConfigurationError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
         _checks.open_fraction("compact_error", self.compact_error)
         self.memory(floor=1.0)  # checks the ranges of all the rest
-        self._refuse_unused(self.compact == "exponentials", "compact='exponentials'", "compact_error")
-        self._refuse_unused(self.tau > 0, "a tau above 0", "gamma", "kappa", "zeta", "eps")
-
-    def in_short(self, steps: int, of: int) -> dict[str, Any]:
-        """The schedule of β too."""
-        return super().in_short(steps, of) | {"beta": schedule.in_short(self.beta, steps, of)}
+        refuse_unused(self, self.compact == "exponentials", "compact='exponentials'", "compact_error")
+        refuse_unused(self, self.tau > 0, "a tau above 0", "gamma", "kappa", "zeta", "eps")
 
     def memory(self, floor: float) -> WindowMemory:
         """A fresh memory with these settings."""
@@ -92,7 +88,10 @@ class FODPSGD(Method):
     noise_meaning = "the paper's σ: noise std over C; the event's multiplier is σ/β"
     advice = "To study the paper's method; at equal ε it is DP-SGD with a low-pass filter."
     correlates_noise = True
-    Params: ClassVar[type[CommonParams]] = FODPSGDParams
+    Params: ClassVar[type[Any]] = FODPSGDParams
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return super().in_short(steps, of) | {"beta": schedule.in_short(self.params.beta, steps, of)}
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         """(q, σ/β) every step, in pieces where β has a schedule."""

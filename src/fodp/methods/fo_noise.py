@@ -6,19 +6,16 @@ from typing import Any
 
 from fodp import _checks
 from fodp.accounting import Event, Phase
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
-from fodp.noise.banded import fractional_coefficients, inverse_coefficients
-from fodp.noise.coefficients import best_order, optimised_coefficients
+from fodp.methods.dp_sgd import DPSGD
+from fodp.noise.banded import best_order, fractional_coefficients, inverse_coefficients
 from fodp.step import PublicNumbers
 
-COEFFICIENTS = ("fractional", "optimised")
 MOST_BANDS = 128
-_HORIZON = 1000
 _TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, MOST_BANDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FONoiseParams(DPSGDParams):
+class FONoiseParams:
     """`order` α of the derivative, between 0 and 1; ½ is the classical optimum for sums that accumulate when no band is
     cut off, and with few bands a higher one is better. None leaves it to `Plan.calibrated`, as with `bands`; without a
     target it is ½.
@@ -26,31 +23,16 @@ class FONoiseParams(DPSGDParams):
     `bands` b: over how many steps noise is correlated, and among how many groups the records take turns; at most 128,
     and at most 1/q. It takes memory for b-1 vectors of the model's size. 1 is DP-SGD. None leaves it to
     `Plan.calibrated`, which takes what accumulates the least noise at the target ε; without a target it is 1.
-
-    `coefficients`: fractional, or optimised: b numbers of length 1 that accumulate the least noise over `horizon` steps
-    (None: `Plan.calibrated` takes the plan's; without a target 1000), whatever the order.
     """
 
     order: float | None = 0.5
     bands: int | None = None
-    coefficients: str = "fractional"
-    horizon: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.order is not None:
             _checks.open_fraction("order", self.order)
         if self.bands is not None:
             _checks.whole("bands", self.bands, maximum=MOST_BANDS)
-        optimised = _checks.one_of("coefficients", self.coefficients, COEFFICIENTS) == "optimised"
-        self._refuse_unused(not optimised, "coefficients='fractional'", "order")
-        self._refuse_unused(optimised, "coefficients='optimised'", "horizon")
-        if self.horizon is not None:
-            _checks.whole("horizon", self.horizon)
-
-    def in_short(self, steps: int, of: int) -> dict[str, Any]:
-        """So few bands that every record has its turn twice."""
-        return super().in_short(steps, of) | {"bands": min(self.bands or 1, max(1, steps // 2))}
 
 
 class FONoise(DPSGD):
@@ -88,8 +70,6 @@ class FONoise(DPSGD):
         return self.params.bands or 1
 
     def strategy(self) -> tuple[float, ...]:
-        if self.params.coefficients == "optimised":
-            return optimised_coefficients(self.turns, self.params.horizon or _HORIZON)
         return fractional_coefficients(self.params.order or 0.5, self.turns)
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
@@ -99,20 +79,16 @@ class FONoise(DPSGD):
     def candidates(self, plan: PublicNumbers) -> Sequence[dict[str, Any]]:
         most = min(plan.steps, MOST_BANDS, int(1 / plan.sampling_rate + 1e-9))
         tried = [bands for bands in _TRIED if bands <= most] if self.params.bands is None else [self.params.bands]
-        return [{"bands": bands, **self._fitted(bands, plan.steps)} for bands in tried]
-
-    def _fitted(self, bands: int, steps: int) -> dict[str, Any]:
-        """What else is left to the plan: the best for so many bands, whatever the noise multiplier will be."""
-        if self.params.coefficients == "optimised":
-            return {} if self.params.horizon is not None else {"horizon": steps}
-        return {} if self.params.order is not None else {"order": best_order(bands, steps)}
+        order = self.params.order  # what is best for so many bands, whatever the noise multiplier will be
+        return [{"bands": b, **({} if order is not None else {"order": best_order(b, plan.steps)})} for b in tried]
 
     def describe(self) -> dict[str, Any]:
-        """As ever, with what stands for None; plans from before there were coefficients to choose stay as they were."""
-        given = super().describe() | {"bands": self.turns, "order": self.params.order or 0.5}
-        if self.params.coefficients == "optimised":
-            return given | {"horizon": self.params.horizon or _HORIZON}
-        return {name: value for name, value in given.items() if name not in ("coefficients", "horizon")}
+        """With what stands for None."""
+        return super().describe() | {"bands": self.turns, "order": self.params.order or 0.5}
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        """So few bands that every record has its turn twice."""
+        return super().in_short(steps, of) | {"bands": min(self.turns, max(1, steps // 2))}
 
     def events(self, plan: PublicNumbers) -> tuple[Phase, ...]:
         rate = min(1.0, self.turns * plan.sampling_rate)

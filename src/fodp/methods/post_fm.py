@@ -1,21 +1,16 @@
 """Post-FM-DP-SGD: fractional memory after a standard release, the paper's comparison to FO-DP-SGD."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from fodp.memory import noise_floor
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGDParams
-from fodp.methods.parts.filters import MemoryAfterRelease, mixed_response
-from fodp.methods.parts.schedule import value_at
+from fodp.options.filter import MemoryAfterRelease, mixed_response
+from fodp.options.schedule import in_short, value_at
 from fodp.step import PublicNumbers, Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class PostFMParams(FODPSGDParams):
-    """The memory's parameters, as in FO-DP-SGD."""
 
 
 class PostFM(DPSGD):
@@ -30,7 +25,10 @@ class PostFM(DPSGD):
     reference = "Partohaghighi & Marcia, eqs. post_fm_memory_results to post_fm_parameter_update_results"
     advice = "To separate where memory acts from how much noise there is."
     correlates_noise = True
-    Params = PostFMParams
+    Params = FODPSGDParams
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return super().in_short(steps, of) | {"beta": in_short(self.params.beta, steps, of)}
 
     def init(self, plan: PublicNumbers, size: int) -> MemoryAfterRelease:
         floor = noise_floor(plan.noise_multiplier * plan.clip_norm, size, self.params.gamma)

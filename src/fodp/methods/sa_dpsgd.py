@@ -5,19 +5,18 @@ from dataclasses import dataclass
 
 from fodp import _checks
 from fodp.methods.base import DataclassState
-from fodp.methods.dp_sgd import DPSGD, DPSGDParams
+from fodp.methods.dp_sgd import DPSGD
 from fodp.step import Known, PublicNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class SADPSGDParams(DPSGDParams):
+class SADPSGDParams:
     """`k` cools the annealing; after `patience` rejections in a row the next proposal is taken anyway."""
 
     k: float = 10.0
     patience: int = 5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _checks.at_least_zero("k", self.k)
         _checks.whole("patience", self.patience, minimum=0)
 

@@ -145,7 +145,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             if self.schema is None and not uncovered:
                 habits.warn_of_standardised_rows(rows)
         model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
-        averages = [average] if plan.algorithm.parts.average is None else []  # else the model itself becomes one
+        averages = [average] if plan.options.average is None else []  # else the model itself becomes one
         data = TensorDataset(inputs, goals)
         trainer = Trainer(model, loss, data, plan, callbacks=averages, ledger=self.ledger)
         habits.remember(numbers, public, charged=self.ledger is not None)

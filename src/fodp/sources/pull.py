@@ -19,11 +19,10 @@ from fodp.draws import Source
 from fodp.gradients import Points
 from fodp.layout import Layout
 from fodp.noise import Streams
+from fodp.options.made_up import made_up
+from fodp.options.scaling import Kronecker
 from fodp.queries import Factor
 from fodp.sampling import Fetcher, Lot
-from fodp.shaping import Shaping, start
-from fodp.shaping.kronecker import SameOnAllRanks
-from fodp.shaping.made_up import made_up
 from fodp.sources.ahead import Ahead, read
 
 
@@ -75,9 +74,12 @@ class Pull:
         """The model's buffers, and what its loss can reach, as they are before a step."""
         return KeptState(self.engine.model, self._watched, self._parameters)
 
-    def scaling(self, shape: Any, same: SameOnAllRanks) -> Shaping:
-        """The public factors of a run, measured by public or made-up records where they are learned."""
-        return start(shape, self.engine, self._made_up(shape), same)
+    def public_records(self, scaling: Any) -> Callable[[int], Any]:
+        """Public records for a step: the user's, or made up from what is public of the data's form."""
+        if self._public_sample is not None:
+            return lambda _: self._public_sample
+        kind = scaling.shape_inputs if isinstance(scaling, Kronecker) else "auto"
+        return lambda step: made_up(self.fetcher.forms, self.engine.model, self.engine.loss_fn, kind, step)
 
     def state_dict(self) -> dict[str, Any]:
         """How many rows are recorded at once: another split of a lot has other last bits."""
@@ -144,13 +146,6 @@ class Pull:
         """The batch of some of the lot's records, with whose they are."""
         owners = None if lot.owners is None else lot.owners[places].repeat_interleave(self.copies)
         return Keyed(batch, rows, source, owners, self._summed)
-
-    def _made_up(self, shape: Any) -> Callable[[int], Any]:
-        """Public records for a step: the user's, or made up from what is public of the data's form."""
-        if self._public_sample is not None:
-            return lambda _: self._public_sample
-        forms, engine = self.fetcher.forms, self.engine
-        return lambda step: made_up(forms, engine.model, engine.loss_fn, shape.shape_inputs, step)
 
     def _refuse_mixing_collate(self, lot: Lot, some: Tensor | None = None) -> None:
         """Raise if `collate_fn` makes something else of a record in its lot than alone, and that has an effect.

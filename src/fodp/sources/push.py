@@ -18,8 +18,6 @@ from fodp.layout import Layout
 from fodp.noise import Streams
 from fodp.queries import Factor
 from fodp.sampling import Fetcher, Lot, Lots
-from fodp.shaping import Shaping, start
-from fodp.shaping.kronecker import SameOnAllRanks
 from fodp.sources.ahead import Ahead, read
 from fodp.sources.loss_watch import LossWatch
 from fodp.sources.padding import compare_alone
@@ -107,9 +105,14 @@ class Push:
         """The model's buffers as they are before a step."""
         return KeptState(self.recorder.model, (), self._parameters)
 
-    def scaling(self, shape: Any, same: SameOnAllRanks) -> Shaping:
-        """The public factors of a run; there is no loss here that could be shown public records."""
-        return start(shape, self.recorder, None, same)
+    @property
+    def engine(self) -> Recorder:
+        """The recorder of the owner's passes."""
+        return self.recorder
+
+    def public_records(self, scaling: Any) -> None:
+        """None: there is no loss here that could be shown public records."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: how lots are split is the owner's choice."""

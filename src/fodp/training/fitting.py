@@ -1,7 +1,6 @@
 """What fits a plan: the optimizer it may drive, and the steps that a target ε allows."""
 
 import math
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,12 @@ from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import rounded_up
 from fodp.clipping.maps import Factor, mapped_length
 from fodp.methods import Method
-from fodp.methods.parts.rate_rules import FollowedTranscript
-from fodp.methods.parts.rates import AGREEMENT, AUTO, automatic_rate, noise_walk, relative_noise
-from fodp.methods.parts.updates import Sgd
+from fodp.options.option import numbers
+from fodp.options.rate import AGREEMENT, automatic_rate, relative_noise
+from fodp.options.rate_rules import FollowedTranscript
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.session import Session
 
-# Parameters of a method that nothing but its own optimizer uses.
-_OF_THE_OPTIMIZER = (
-    "lr", "auto_ratio", "lr_schedule", "lr_warmup", "rate_rule", "beta1", "beta2", "adam_eps",
-    "weight_decay", "bc_floor",
-)  # fmt: skip
 PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
 
@@ -34,7 +28,7 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
     method = session.plan.algorithm
     if optimizer is None:
         made = method.optimizer(session.source.layout.parameters)
-        rate = _automatic_rate(session) if method.params.lr == AUTO else None
+        rate = _automatic_rate(session) if method.options.rate.is_automatic else None
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
             if _moves(session):
@@ -93,7 +87,7 @@ def set_rate(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """
     if not _moves(session) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
-    factor = session.method.parts.rates.at(session.number - 1, session.plan.steps)
+    factor = session.method.options.rate.at(session.number - 1, session.plan.steps)
     rule: FollowedTranscript | None = session.states.get("rate")
     if rule is not None:
         factor *= session.processes.number(partial(_followed, session, rule, rule.take()))
@@ -121,41 +115,40 @@ def _along(std: float, factor: Factor, way: Tensor) -> float:
 
 
 def _moves(session: Session) -> bool:
-    return session.method.parts.rates.acts or _follows_clip(session)
+    return session.method.options.rate.acts or _follows_clip(session)
 
 
 def _follows_clip(session: Session) -> bool:
     """Plain steps of lr="auto" are measured by their noise, which an adapted clip norm changes; Adam's are anyway."""
-    method = session.method
-    return method.params.lr == AUTO and session.adaptive_clip is not None and isinstance(method.parts.update, Sgd)
+    options = session.method.options
+    return options.rate.is_automatic and session.adaptive_clip is not None and options.update.is_plain
 
 
 def _automatic_rate(session: Session) -> float:
     """From the plan's numbers and the model as it is now, before the run: a checkpoint brings its own rate along."""
     method, plan = session.method, session.plan
-    parts, plain = method.parts, isinstance(method.parts.update, Sgd)
+    options = method.options
     response = method.known_response(plan)
-    if parts.filter is not None:
-        response = np.convolve(response, parts.filter.response()).tolist()
+    if options.filter is not None:
+        response = np.convolve(response, options.filter.response()).tolist()
     deviations = np.asarray(method.step_noises(plan)) / plan.lot_size
     if session.adaptive_clip is not None:  # the count takes its share of what a step may spend
         z = plan.events_at(0)[-1].noise_multiplier
         deviations = deviations * session.adaptive_clip.rest(z) / z
-    clips = [plan.clip_norm if parts.schedules is None else parts.schedules.at(plan, step).clip_norm
-             for step in range(plan.steps)]  # fmt: skip
-    signal = AGREEMENT * np.asarray(clips) / math.sqrt(session.source.layout.size)
-    walk = noise_walk(parts.update, deviations, response, parts.rates.factors(plan.steps), signal)
-    shares = [session.noise_share(parameter) if plain else 1.0 for parameter in session.source.layout.parameters]
-    relative = relative_noise(zip(session.source.layout.parameters, shares, strict=True))
-    return automatic_rate(method.params.auto_ratio, walk, relative)
+    schedules, layout = options.schedules, session.source.layout
+    clips = [plan.clip_norm if schedules is None else schedules.at(plan, step).clip_norm for step in range(plan.steps)]
+    signal = AGREEMENT * np.asarray(clips) / math.sqrt(layout.size)
+    walk = options.update.noise_walk(deviations, response, options.rate.factors(plan.steps), signal)
+    shares = [session.noise_share(parameter) if options.update.is_plain else 1.0 for parameter in layout.parameters]
+    relative = relative_noise(zip(layout.parameters, shares, strict=True))
+    return automatic_rate(options.rate.auto_ratio, walk, relative)
 
 
 def _refuse_what_would_not_act(method: Method) -> None:
     """Raise for a learning rate in the plan beside an optimizer with its own: it would be recorded and never used."""
-    defaults = {field.name: field.default for field in fields(method.Params)}
-    for name in _OF_THE_OPTIMIZER:
-        value = getattr(method.params, name)
-        if value != defaults[name]:
+    usual = numbers(method.from_dict({}).options.rate)
+    for name, value in numbers(method.options.rate).items():
+        if value != usual[name]:
             raise ConfigurationError(
                 f"params set {name}={value!r}, which does nothing beside an optimizer of your own: set it there and "
                 "leave it out of params, or leave optimizer=None"

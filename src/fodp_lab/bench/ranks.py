@@ -81,7 +81,7 @@ def _work(rank: int, ranks: int, folder: str, name: str, lot: int, steps: int) -
     data = WORKLOADS[name].data()
     plan = Plan(
         sampling_rate=lot / len(data[0]), steps=steps + _SETTLE, lot_size=lot, clip_norm=1.0, noise_multiplier=1.0,
-        delta=1e-5, seed=0, params=dict(window=WINDOW),
+        delta=1e-5, seed=0, params=dict(window=WINDOW), method="fo-dp-sgd",
     )  # fmt: skip
     torch.manual_seed(0)
     session = Trainer(WORKLOADS[name].model(), _losses, data, plan).session

@@ -19,7 +19,7 @@ from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
 from fodp_lab.paper import models
 from fodp_lab.paper.code_version import code_of
-from fodp_lab.paper.spec import NON_PRIVATE, RunSpec
+from fodp_lab.paper.spec import NON_PRIVATE, RunSpec, recorded
 from fodp_lab.paper.variants import augmenting, varied
 
 _PUBLIC_SCORE = 1000  # of the validation examples: for methods that score proposals, not for choosing settings
@@ -71,7 +71,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
         claim = {
             "epsilon": outcome.epsilon,
             "noise_multiplier": plan.noise_multiplier,
-            "params": dict(plan.params),
+            "params": recorded(plan),
         }
     return {
         "key": spec.key,

@@ -251,7 +251,7 @@ def challenge(
         raise PrivacyError(f"the comparison has a row {label!r} already: choose another --label")
     if lr is not None:
         params = {**params, "lr": lr}
-    rates = () if lr is not None else ADAM_RATES if algorithm.params.update.startswith("adam") else SGD_RATES
+    rates = () if lr is not None else ADAM_RATES if not algorithm.options.update.is_plain else SGD_RATES
     record = {"key": label, "method": method, "params": params, "rates": rates, "modules": modules}
     Records(folder / _CHALLENGERS).append(record)
     return _challenger(record)

@@ -8,8 +8,14 @@ from functools import cache
 from typing import Any
 
 from fodp._checks import PrivacyError
+from fodp.options.table import known_names
 from fodp.plan import Plan
 
+_ALWAYS: Mapping[str, Any] = dict(
+    update="sgd", momentum=0.0, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.0, bc_floor=0.03, filter="none",
+    filter_a=(-0.9,), filter_b=(0.1,), filter_beta=0.9, quantile=None, count_noise=None, clip_rate=0.2, clip_min=1e-3,
+    clip_max=1e3,
+)  # fmt: skip
 NON_PRIVATE = "none"  # plain SGD on the same lots: the ceiling, no privacy at all
 
 
@@ -86,6 +92,15 @@ class RunSpec:
         # The whole plan and not its noise alone: calibration also chooses what was left to it, such as bands.
         rate = {name: value for name, value in self.params.items() if name == "lr"}
         return replace(found, params={**found.params, **rate}, seed=self.seed)
+
+
+def recorded(plan: Plan) -> dict[str, Any]:
+    """A plan's parameters as records list them: those of the first records always, what came later where it is used."""
+    usual = {**known_names(), **plan.algorithm.defaults}
+    used = {n: v for n, v in plan.params.items() if n not in usual or n in _ALWAYS or n == "lr" or v != usual[n]}
+    if plan.method == "block-dp-sgd":  # which had its width before there were shapes
+        used["width"] = plan.params["width"]
+    return {**_ALWAYS, **used}
 
 
 def _without_rate(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fodp.memory.window import WindowMemory
 from fodp.methods import register
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.methods.parts.schedule import value_at
+from fodp.options.schedule import value_at
 from fodp.step import Step
 
 

@@ -141,16 +141,15 @@ def refuse(args: Any, plan: Plan) -> None:
 def _refuse_two_learning_rates(args: Any, plan: Plan) -> None:
     """The update belongs to the method if it brings its own, else to the training arguments."""
     method = plan.algorithm
-    if method.parts.rates.acts:
+    if plan.options.rate.acts:
         raise ConfigurationError(
-            f"the plan's params set {method.parts.rates.moved_by}, and the rate of this trainer is moved by "
+            f"the plan's params set {plan.options.rate.moved_by}, and the rate of this trainer is moved by "
             "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) alone: leave it out of params"
         )
     if not method.owns_optimizer:
-        default = next(field.default for field in fields(method.Params) if field.name == "lr")
-        if method.params.lr != default:
+        if plan.options.rate.lr != method.from_dict({}).options.rate.lr:
             raise ConfigurationError(
-                f"the plan's params set lr={method.params.lr!r}, and the learning rate of this trainer is "
+                f"the plan's params set lr={plan.options.rate.lr!r}, and the learning rate of this trainer is "
                 "TrainingArguments(learning_rate=…): set it there and leave it out of params"
             )
         return

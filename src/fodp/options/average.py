@@ -10,77 +10,72 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
+from fodp.options.option import Beginning, Option
 
 _WARM_UP = 9  # until so many times 1/(1-decay) iterates are there, the newest counts for 9 in 10, 9 in 11, …
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ema:
+class Average(Option):
+    """Which share every iterate has in the average."""
+
+    def start(self, run: Beginning) -> "RunningAverage":
+        return RunningAverage(self)
+
+    def begins(self, end: int) -> int:
+        """After which step of a run that ends at `end`: at once."""
+        return 0
+
+    def weight(self, earlier: int) -> float:
+        """Of an iterate in the average of it and of so many before it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ema(Average):
     """m ← d·m + (1-d)·x with d = min(`average_decay`, (1+t)/(10+t)) for the t-th iterate, and m = x at first.
 
     The smaller d of the warm-up forgets early iterates; the initial weights are in no average at all.
     """
 
-    average_decay: float
+    average_decay: float = 0.99
 
     def __post_init__(self) -> None:
         _checks.open_fraction("average_decay", self.average_decay)
 
-    def begins(self, end: int) -> int:
-        """At once."""
-        return 0
-
     def weight(self, earlier: int) -> float:
-        """Of an iterate in the average of it and of so many before it."""
         return 1.0 if earlier == 0 else max(1 - self.average_decay, _WARM_UP / (_WARM_UP + 1 + earlier))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tail:
+@dataclass(frozen=True)
+class Tail(Average):
     """The plain mean of the iterates in the last `average_share` of the run; before that there is no average."""
 
-    average_share: float
+    average_share: float = 0.25
 
     def __post_init__(self) -> None:
         _checks.fraction("average_share", self.average_share)
 
     def begins(self, end: int) -> int:
-        """After which step of a run that ends at `end`."""
         return end - max(1, round(self.average_share * end))
 
     def weight(self, earlier: int) -> float:
-        """Of an iterate in the average of it and of so many before it."""
         return 1 / (earlier + 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Power:
+@dataclass(frozen=True)
+class Power(Average):
     """The t-th iterate counts in proportion to about t^`average_power`: Shamir and Zhang's polynomial decay, ICML 2013.
 
     The window grows with the run: about the last 1/(power+1) of it, whenever it ends. 0 is the plain mean of all.
     """
 
-    average_power: float
+    average_power: float = 8.0
 
     def __post_init__(self) -> None:
         _checks.at_least_zero("average_power", self.average_power)
 
-    def begins(self, end: int) -> int:
-        """At once."""
-        return 0
-
     def weight(self, earlier: int) -> float:
-        """Of an iterate in the average of it and of so many before it."""
         return (self.average_power + 1) / (self.average_power + 1 + earlier)
-
-
-Average = Ema | Tail | Power
-AVERAGES: dict[str, type[Ema] | type[Tail] | type[Power] | None] = {
-    "none": None,
-    "ema": Ema,
-    "tail": Tail,
-    "power": Power,
-}
 
 
 class RunningAverage:

@@ -1,7 +1,7 @@
 """A learning rate from public numbers: the noise of the whole run is a fixed multiple of the initial weights.
 
 What is known before any data is touched is the noise. With the rate η it moves the weights of layer l, over the run, by
-η·W·b_l at random: W is the walk of an optimizer of rate 1 that gets nothing but noise (`noise_walk`), b_l the factor
+η·W·b_l at random: W is the walk of an optimizer of rate 1 that gets only noise (its `noise_walk`), b_l the factor
 that the query's shape puts on the layer's noise (1 without a shape; Adam divides it out again). Beside weights of size
 w_l this disturbs what the layer computes by the share r_l = η·W·b_l/w_l. Layers are disturbed independently, so the
 whole by the square root of the sum of squares, and lr="auto" makes the root of their mean a constant:
@@ -27,24 +27,23 @@ fan-in and the usual initial weights all wide layers are disturbed alike; withou
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-from fodp.methods.parts.rate_rules import RATE_RULES
-from fodp.methods.parts.updates import CorrectedAdam, Sgd, Update
+from fodp.options.option import Beginning, Option, refuse_unused
+from fodp.options.rate_rules import RATE_RULES, FollowedTranscript
+from fodp.options.schedule import share_of
+from fodp.options.update import Numbers
 
 AUTO = "auto"
 AGREEMENT = 0.25  # of the clip norm: how long a mean of clipped gradients is, about
-_SMALL = 1e-8  # where a response has died away
-
-Numbers = npt.NDArray[np.float64]
 
 _LEVEL = 0.75  # of a trapezoid
 _FALLING: dict[str, Callable[[Numbers], Numbers]] = {  # by the share of the plan's steps that is done
@@ -56,23 +55,37 @@ _FALLING: dict[str, Callable[[Numbers], Numbers]] = {  # by the share of the pla
 SCHEDULES = tuple(_FALLING)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RateSchedule:
-    """Public factors on the learning rate: constant, or falling over the plan's steps, after a warm-up if asked for.
+@dataclass(frozen=True)
+class Rate(Option):
+    """The learning rate `lr`, a number or auto, and what moves it over the plan: public numbers, or releases.
 
-    linear: 1 - t/T at step t = 0, 1, …; cosine: ½(1 + cos(πt/T)); trapezoid: 1 for three quarters of the run, then
-    down in a line, 4(1 - t/T). In the first `lr_warmup` steps k it is (t+1)/k of that. `rate_rule` transcript
-    multiplies it by what releases say (`rate_rules`).
+    auto: so that the noise of the whole run is `auto_ratio` times the initial weights, from public numbers alone
+    (`fodp.options.rate`), by methods that know what noise they accumulate. `lr_schedule`: constant, linear (1 - t/T at
+    step t = 0, 1, …), cosine (½(1 + cos(πt/T))) or trapezoid (1 for three quarters of the plan, then 4(1 - t/T)). In
+    the first `lr_warmup` steps k the rate is (t+1)/k of that; lr is the largest. `rate_rule` transcript: after a
+    quarter of the plan the rate is raised, to four times at most, while releases agree with the recent way of the run
+    beyond their known noise, and lowered while they want to go back (`fodp.options.rate_rules`).
     """
 
-    lr_schedule: str
-    lr_warmup: int
+    lr: float | str = AUTO
+    lr_schedule: str = "constant"
+    lr_warmup: int = 0
+    auto_ratio: float = 2.0
     rate_rule: str = "none"
 
     def __post_init__(self) -> None:
+        if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
+            raise ConfigurationError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
         _checks.one_of("lr_schedule", self.lr_schedule, SCHEDULES)
         _checks.whole("lr_warmup", self.lr_warmup, minimum=0)
+        _checks.positive("auto_ratio", self.auto_ratio)
         _checks.one_of("rate_rule", self.rate_rule, RATE_RULES)
+        refuse_unused(self, self.is_automatic, "lr='auto'", "auto_ratio")
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether lr follows from public numbers."""
+        return self.lr == AUTO
 
     @cached_property
     def acts(self) -> bool:
@@ -94,6 +107,17 @@ class RateSchedule:
         }
         return " and ".join(name for name, acts in chosen.items() if acts)
 
+    @property
+    def features(self) -> Mapping[str, str]:
+        word = f"rate_rule={self.rate_rule!r}"
+        return {word: word}
+
+    def start(self, run: Beginning) -> FollowedTranscript | None:
+        return FollowedTranscript(run.plan.steps) if self.follows else None
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return {"lr_warmup": share_of(self.lr_warmup, steps, of)} if self.lr_warmup else {}
+
     def factors(self, steps: int) -> Numbers:
         """Those of all steps of a plan."""
         rising = np.minimum(1.0, np.arange(1, steps + 1) / max(1, self.lr_warmup))
@@ -103,9 +127,6 @@ class RateSchedule:
         """That of one step."""
         falling = _FALLING[self.lr_schedule](np.asarray(step / steps))
         return float(falling) * min(1.0, (step + 1) / max(1, self.lr_warmup))
-
-
-CONSTANT = RateSchedule(lr_schedule="constant", lr_warmup=0)
 
 
 def relative_noise(parameters: Iterable[tuple[Tensor, float]]) -> float:
@@ -119,80 +140,9 @@ def relative_noise(parameters: Iterable[tuple[Tensor, float]]) -> float:
     return math.sqrt(sum(squares) / len(squares)) if squares else 1.0
 
 
-def accumulated(deviations: Sequence[float] | Numbers, response: Sequence[float] | Numbers, weights: Numbers) -> float:
-    """The standard deviation of Σ_t weights_t·x_t, where x_t = Σ_k response_k·z_(t-k) and z_s has deviations_s."""
-    kernel = np.asarray(response, dtype=np.float64)[: len(weights)]
-    ahead = np.concatenate([weights, np.zeros(len(kernel) - 1)])
-    of_each = np.convolve(ahead, kernel[::-1], mode="valid")  # what release s adds up to from then on
-    return float(np.linalg.norm(of_each * np.asarray(deviations)))
-
-
-def noise_walk(
-    update: Update, deviations: Numbers, response: Sequence[float], factors: Numbers, signal: Numbers
-) -> float:
-    """How far the update moves a weight at random over the run, with rate 1, by releases that are noise alone.
-
-    `deviations` are those of each step's fresh noise, `response` what is in the update's input of a release, of the one
-    before it, …, and `factors` the schedule of the rate. Plain steps are in the releases' units, Adam's have none.
-    `signal` is what an entry of the clipped gradients' mean may be beside it, for plain steps.
-    """
-    if isinstance(update, Sgd):
-        momentum = _geometric(1.0, update.momentum)
-        noise = accumulated(deviations, np.convolve(response, momentum), factors)
-        return math.hypot(noise, accumulated(signal, momentum, factors))
-    steps = np.arange(1, len(factors) + 1)
-    averaged = np.convolve(response, _geometric(1 - update.beta1, update.beta1))
-    variance = _averaged(deviations**2, update.beta2) * float(np.square(response).sum())
-    weights = factors / (1 - update.beta1**steps) / np.sqrt(variance)
-    if isinstance(update, CorrectedAdam):
-        weights = weights * _gain_of_correction(update, response, len(factors))
-    return accumulated(deviations, averaged, weights)
-
-
 def automatic_rate(ratio: float, walk: float, relative: float) -> float:
     """η = c/(W·√mean(b²/w²)); all of it is public: the plan's numbers and the model before training."""
     rate = ratio / (walk * relative) if walk * relative > 0 else math.inf
     if not 0 < rate <= 1e30:
         raise ConfigurationError(f"lr='auto' comes to {rate:g}, which float32 does not hold: give lr as a number")
     return rate
-
-
-def _geometric(first: float, ratio: float) -> Numbers:
-    """first·ratio^k until it has died away."""
-    length = 1 if ratio == 0 else 1 + math.ceil(math.log(_SMALL) / math.log(ratio))
-    return np.asarray(first * ratio ** np.arange(min(length, 100_000)), dtype=np.float64)
-
-
-def _averaged(values: Numbers, beta: float) -> Numbers:
-    """The bias-corrected exponential average that Adam keeps."""
-    found, kept = np.empty(len(values)), 0.0
-    for step, value in enumerate(values):
-        kept = beta * kept + (1 - beta) * value
-        found[step] = kept / (1 - beta ** (step + 1))
-    return found
-
-
-def _gain_of_correction(update: CorrectedAdam, response: Sequence[float], steps: int) -> Numbers:
-    """How much larger noise makes AdamBC's steps than Adam's: √E[1/max(v - 1, floor)], v the average of its squares.
-
-    v is taken for a χ² of as many degrees of freedom as the average has independent squares; Wilson and Hilferty's
-    cube gives its quantiles.
-    """
-    if update.bc_floor == 0:
-        raise ConfigurationError("lr='auto' has no rule for bc_floor=0, where noise alone has no limit: give lr")
-    kernel = np.asarray(response, dtype=np.float64)
-    correlations = np.correlate(kernel, kernel, mode="full") / float(kernel @ kernel)
-    beta, some = update.beta2, np.unique(np.geomspace(1, steps, 64).astype(np.int64))
-    left = beta ** some.astype(np.float64)
-    shares = (1 - beta) / (1 + beta) * (1 + left) / (1 - left)  # Σ of the average's squared weights
-    freedom = np.maximum(1.0, 1 / (shares * float(correlations @ correlations)))[:, None]
-    normal = _normal_quantiles(201)[None, :]
-    v = np.maximum(0.0, 1 - 2 / (9 * freedom) + normal * np.sqrt(2 / (9 * freedom))) ** 3
-    gains = np.sqrt((1 / np.maximum(v - 1, update.bc_floor)).mean(axis=1))
-    return np.asarray(np.interp(np.arange(1, steps + 1), some, gains))
-
-
-def _normal_quantiles(count: int) -> Numbers:
-    from statistics import NormalDist
-
-    return np.asarray([NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)])

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fodp._checks import ConfigurationError
 from fodp.clipping.engine import LossFunction
 
-INPUTS = ("auto", "pink", "normal")  # of floating-point columns
 RECORDS = 256
 _COLOURS_SHARE = 0.9  # of the variance of an image's channels: pictures are mostly grey
 _ASK_FOR_A_SAMPLE = "give public_sample, a batch of public records as loss_fn takes them"

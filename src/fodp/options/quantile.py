@@ -11,20 +11,22 @@ from typing import Any
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
+from fodp.options.option import Beginning, Option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantile:
-    """Which share of the examples is to be left unclipped, and how the clip norm gets there; all public.
+@dataclass(frozen=True)
+class Quantile(Option):
+    """The clip norm is adapted so that about the share `quantile` of the examples is unclipped. It costs no ε.
 
-    `count_noise` None is L/20, or the sum's noise multiplier z where that is larger.
+    A noisy count of unclipped examples (`count_noise`; None: L/20, or z where that is larger) is released jointly with
+    the sum. C starts at the plan's clip norm, moves by `clip_rate`, within `clip_min` and `clip_max`.
     """
 
-    quantile: float
-    count_noise: float | None
-    clip_rate: float
-    clip_min: float
-    clip_max: float
+    quantile: float = 0.5
+    count_noise: float | None = None
+    clip_rate: float = 0.2
+    clip_min: float = 1e-3
+    clip_max: float = 1e3
 
     def __post_init__(self) -> None:
         _checks.open_fraction("quantile", self.quantile)
@@ -35,6 +37,9 @@ class Quantile:
             _checks.clip_norm(name, getattr(self, name))
         if self.clip_min > self.clip_max:
             raise ConfigurationError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
+
+    def start(self, run: Beginning) -> "AdaptiveClip":
+        return AdaptiveClip(self, run.plan.clip_norm, run.plan.lot_size, run.multipliers)
 
 
 class AdaptiveClip:

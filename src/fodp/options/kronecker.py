@@ -8,23 +8,24 @@ import torch
 from torch import Tensor
 
 from fodp import _checks
+from fodp.clipping import maps
 from fodp.clipping.batches import Batch, Keyed, batch_size, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.uses import Use
-from fodp.clipping.maps import RANK, ROWS, WHOLE, Factor, Kronecker, Side, factors_of, whitening
+from fodp.clipping.maps import RANK, ROWS, WHOLE, Factor, Side, factors_of, whitening
 from fodp.draws import Source, generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
-from fodp.methods.parts.shapes import Shape
 from fodp.noise import Streams
+from fodp.options.made_up import zipf_chances
+from fodp.options.scaling import Kronecker
 from fodp.queries import Query
-from fodp.shaping.made_up import zipf_chances
 
 SameOnAllRanks = Callable[[Callable[[], Tensor], Callable[[], Tensor]], Tensor]
 _AT_ONCE = 64  # records in one pass
 
 
-class KroneckerShape:
+class KroneckerScaling:
     """G^(-1/2)·(·)·A^(-1/2) of each layer, with second moments A of its inputs and G of its back-signals.
 
     Both are those of `sample(step)`, public records, in the model as it is at step 0 and at every `shape_every`-th step
@@ -32,7 +33,7 @@ class KroneckerShape:
     gradients are no outer products, and no vector, keeps that number.
     """
 
-    def __init__(self, shape: Shape, engine: Engine, sample: Callable[[int], Batch], same: SameOnAllRanks):
+    def __init__(self, shape: Kronecker, engine: Engine, sample: Callable[[int], Batch], same: SameOnAllRanks):
         self._shape, self._sample, self._same = shape, sample, same
         self._engine = Engine(engine.model, engine.loss_fn)  # the run's own shall not learn from made-up records
         shapes = [tuple(p.shape) for p in engine.layout.parameters]
@@ -106,18 +107,18 @@ class KroneckerShape:
             side is None or side.basis is None or len(side.basis) == size
             for side, size in zip((left, right), shape, strict=False)
         )
-        return Kronecker(shape, left, right, b) if fits else b
+        return maps.Kronecker(shape, left, right, b) if fits else b
 
     def _shared(self, factor: Factor) -> Factor:
         """The first rank's, for all: another processor rounds otherwise, and ranks must not drift apart."""
-        if not isinstance(factor, Kronecker):
+        if not isinstance(factor, maps.Kronecker):
             return factor
         same = self._same
         sides = []
         for side in (factor.left, factor.right):
             parts = [] if side is None else [same(lambda t=t: t, lambda t=t: t) for t in side.tensors()]  # type: ignore[misc]
             sides.append(None if side is None else Side(*parts))
-        return Kronecker(factor.shape, sides[0], sides[1], factor.factor)
+        return maps.Kronecker(factor.shape, sides[0], sides[1], factor.factor)
 
     def see(self, query: Query, release: Tensor, std: float) -> None:
         """Nothing is learned from releases but by the model that they make."""
@@ -126,7 +127,7 @@ class KroneckerShape:
         """The maps in force: of a model that has since moved on."""
         kept = [
             None
-            if not isinstance(factor, Kronecker)
+            if not isinstance(factor, maps.Kronecker)
             else [None if side is None else side.tensors() for side in (factor.left, factor.right)]
             for factor in self._factors or ()
         ]
@@ -149,9 +150,9 @@ class KroneckerShape:
             self._factors = tuple(b if sides is None else _loaded(sides, shape, b) for sides, shape, b in given)
 
 
-def _loaded(sides: Sequence[list[Tensor] | None], shape: tuple[int, ...], b: float) -> Kronecker:
+def _loaded(sides: Sequence[list[Tensor] | None], shape: tuple[int, ...], b: float) -> maps.Kronecker:
     left, right = (None if parts is None else Side(*parts) for parts in sides)
-    return Kronecker(shape, left, right, b)
+    return maps.Kronecker(shape, left, right, b)
 
 
 def _few(use: Use | None, shape: Sequence[int]) -> tuple[Tensor | None, Tensor | None] | None:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fodp.clipping import maps
 from fodp.clipping.layers.uses import square_sums
-from fodp.clipping.maps import Factor, Kronecker, Side
-from fodp.methods.parts.shapes import Shape
+from fodp.clipping.maps import Factor, Side
+from fodp.options.kronecker import SameOnAllRanks
+from fodp.options.scaling import Transcript
 from fodp.queries import Query
-from fodp.shaping.kronecker import SameOnAllRanks
 
 
-class TranscriptShape:
+class TranscriptScaling:
     """Factors that give every block its share of a gradient, from what earlier releases say of the blocks' energies.
 
     A release y of a query with bound C has ‖y_l‖² = ‖signal_l‖² + D_l·σ²C² on the average, and σ²C² is known. Divided
@@ -24,7 +25,7 @@ class TranscriptShape:
     fan-in.
     """
 
-    def __init__(self, shape: Shape, shapes: Sequence[tuple[int, ...]], same: SameOnAllRanks):
+    def __init__(self, shape: Transcript, shapes: Sequence[tuple[int, ...]], same: SameOnAllRanks):
         self._shape, self._shapes, self._same = shape, [tuple(s) for s in shapes], same
         self._plain = shape.weights(self._shapes)
         # Rows of matrices are blocks of their own if that is asked for.
@@ -41,7 +42,7 @@ class TranscriptShape:
         """The factors of this step."""
         found: list[Factor] = []
         for part, rows, shape in zip(self._current.split(self._rows), self._rows, self._shapes, strict=True):
-            found.append(Kronecker(shape, Side(part), None) if rows > 1 else float(part[0]))
+            found.append(maps.Kronecker(shape, Side(part), None) if rows > 1 else float(part[0]))
         return tuple(found)
 
     def _fan_in(self) -> Tensor:

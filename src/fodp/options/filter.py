@@ -16,12 +16,13 @@ from fodp._checks import ConfigurationError
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.memory.passes import Weights
 from fodp.memory.window import WindowMemory
+from fodp.options.option import Beginning, Option
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
 RESPONSE_LENGTH = 2000
 
 
-class Filter(Protocol):
+class FilterState(Protocol):
     """Turns the newest release into what the optimizer gets."""
 
     def __call__(self, release: Tensor) -> Tensor:
@@ -164,67 +165,72 @@ class MemoryAfterRelease:
         self.memory.load_state_dict(state)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Momentum:
-    """The choice of a bias-corrected average of the releases, which forgets by the factor `momentum` in each step."""
+class Filter(Option):
+    """What is made of releases on their way to the optimizer, whatever the method and the update."""
 
-    momentum: float
-
-    def __post_init__(self) -> None:
-        _checks.open_fraction("momentum", self.momentum)
-
-    def start(self, noise_std: float, size: int) -> Filter:
-        return LowPass((-self.momentum,), (1 - self.momentum,))
+    def start(self, run: Beginning) -> FilterState:
+        raise NotImplementedError
 
     def response(self) -> Sequence[float]:
         """What is in its output of a release, of the one before it, … in the long run: in all 1."""
-        return Doppler(filter_a=(-self.momentum,), filter_b=(1 - self.momentum,)).response()
+        raise ConfigurationError(f"lr='auto' does not know what {type(self).__name__} makes of noise: give lr a number")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doppler:
-    """The choice of a low-pass filter with these coefficients."""
+@dataclass(frozen=True)
+class Doppler(Filter):
+    """A low-pass filter with the coefficients `filter_a` and `filter_b` (Zhang et al., DOPPLER, NeurIPS 2024)."""
 
-    filter_a: tuple[float, ...]
-    filter_b: tuple[float, ...]
+    filter_a: tuple[float, ...] = (-0.9,)
+    filter_b: tuple[float, ...] = (0.1,)
 
     def __post_init__(self) -> None:
+        for name in ("filter_a", "filter_b"):
+            object.__setattr__(self, name, _checks.numbers(name, getattr(self, name)))
         LowPass(self.filter_a, self.filter_b)  # refuses what is none
 
-    def start(self, noise_std: float, size: int) -> Filter:
+    def start(self, run: Beginning) -> FilterState:
         return LowPass(self.filter_a, self.filter_b)
 
     def response(self) -> Sequence[float]:
-        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
         answer = _response(self.filter_a, self.filter_b)
         return [value / sum(answer) for value in answer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fractional:
-    """The choice of a fractional memory after the release, with the share `filter_beta` for the newest one."""
+@dataclass(frozen=True)
+class Momentum(Filter):
+    """A bias-corrected average of the releases, which forgets by the factor `momentum` in each step."""
 
-    filter_beta: float
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _checks.open_fraction("momentum", self.momentum)
+
+    def start(self, run: Beginning) -> FilterState:
+        return self._low_pass.start(run)
+
+    def response(self) -> Sequence[float]:
+        return self._low_pass.response()
+
+    @property
+    def _low_pass(self) -> Doppler:
+        return Doppler((-self.momentum,), (1 - self.momentum,))
+
+
+@dataclass(frozen=True)
+class Fractional(Filter):
+    """A fractional memory after the release, with the share `filter_beta` for the newest one."""
+
+    filter_beta: float = 0.9
 
     def __post_init__(self) -> None:
         _checks.fraction("filter_beta", self.filter_beta)
 
-    def start(self, noise_std: float, size: int) -> Filter:
-        floor = noise_floor(noise_std, size, 0.1)
+    def start(self, run: Beginning) -> FilterState:
+        floor = noise_floor(run.plan.noise_multiplier * run.plan.clip_norm, run.size, 0.1)
         return MemoryAfterRelease(self.filter_beta, FractionalMemory(kappa=floor, zeta=floor))
 
     def response(self) -> Sequence[float]:
-        """What is in its output of a release, of the one before it, … in the long run: in all 1."""
         return mixed_response(self.filter_beta, FractionalMemory())
-
-
-# By the words of the flat spelling; a part's fields have their flat names. None is no filter at all.
-FILTERS: dict[str, type[Momentum | Doppler | Fractional] | None] = {
-    "none": None,
-    "momentum": Momentum,
-    "doppler": Doppler,
-    "fractional": Fractional,
-}
 
 
 def feedback_gains(beta: float, weights: Tensor) -> Sequence[float]:

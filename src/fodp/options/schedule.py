@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fodp import _checks
 from fodp._checks import ConfigurationError
-
-if TYPE_CHECKING:
-    from fodp.step import PublicNumbers
+from fodp.options.option import Option
+from fodp.step import PublicNumbers
 
 # A number, or pairs (first step, value) in rising order that begin at step 0.
 Schedule = float | tuple[tuple[int, float], ...]
@@ -67,24 +66,51 @@ class Numbers:
     noise_multiplier: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class NoiseSchedule(Option):
+    """Public factors on the noise multiplier, as pairs (first step, factor) from step 0 on."""
+
+    noise_schedule: Schedule = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, "noise_schedule")
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return {"noise_schedule": in_short(self.noise_schedule, steps, of)}
+
+
+@dataclass(frozen=True)
+class ClipSchedule(Option):
+    """Public factors on the clip norm, as pairs (first step, factor) from step 0 on."""
+
+    clip_schedule: Schedule = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, "clip_schedule")
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return {"clip_schedule": in_short(self.clip_schedule, steps, of)}
+
+
+def _check(option: Option, name: str) -> None:
+    object.__setattr__(option, name, checked(name, getattr(option, name), _checks.positive))
+
+
+@dataclass(frozen=True)
 class Schedules:
-    """Public factors on the plan's noise multiplier and clip norm, known for every step before the first."""
+    """The public factors on a plan's noise multiplier and clip norm, known for every step before the first."""
 
-    noise_schedule: Schedule | None
-    clip_schedule: Schedule | None
+    noise: Schedule = 1.0
+    clip: Schedule = 1.0
 
-    def at(self, plan: "PublicNumbers", step: int) -> Numbers:
+    def at(self, plan: PublicNumbers, step: int) -> Numbers:
         """The plan's numbers as a method sees them in this step."""
-        noise, clip = (1.0 if s is None else value_at(s, step) for s in (self.noise_schedule, self.clip_schedule))
+        noise, clip = value_at(self.noise, step), value_at(self.clip, step)
         return Numbers(
             plan.sampling_rate, plan.steps, plan.lot_size, plan.clip_norm * clip, plan.noise_multiplier * noise
         )
 
     def starts(self, steps: int) -> list[int]:
         """The steps at which a number changes, 0 first."""
-        found = {0}
-        for schedule in (self.noise_schedule, self.clip_schedule):
-            if isinstance(schedule, tuple):
-                found |= {start for start, _ in schedule if start < steps}
-        return sorted(found)
+        changes = [pair for schedule in (self.noise, self.clip) if isinstance(schedule, tuple) for pair in schedule]
+        return sorted({0, *(start for start, _ in changes if start < steps)})

@@ -12,7 +12,7 @@ import fodp
 from fodp import ConfigurationError
 from fodp.clipping.maps import Kronecker
 from fodp.data.models import build
-from fodp.shaping.made_up import made_up, pink, zipf
+from fodp.options.made_up import made_up, pink, zipf
 
 
 def losses(model, batch):

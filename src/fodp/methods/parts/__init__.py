@@ -1,1 +1,0 @@
-"""Parts that compose with every method: filters, updates, adaptive clipping, schedules."""
