@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fodp import accounting
 from fodp.accounting import rounded_up
-from fodp.options import ClipSchedule, NoiseSchedule, PerLayer
+from fodp.options import ClipSchedule, NoiseSchedule, Normalised, PerLayer
 from fodp.options.option import numbers
 from fodp.options.schedule import pieces
 
