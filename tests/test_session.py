@@ -216,7 +216,7 @@ class Careless(Method):
             step.release(query, std)
         if mistake == "a second lot":
             second = step.draw(name="again")
-            step.release(second, step.gradients(second).clipped_sum(1.0), std)
+            step.release(step.gradients(second).clipped_sum(1.0), std)
         if mistake == "another lot's query":
             other = step.draw(name="other")
             return step.release(step.gradients(other).clipped_sum(step.plan.clip_norm), std)

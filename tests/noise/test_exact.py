@@ -15,6 +15,7 @@ from fodp.clipping import Engine
 from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
 from fodp.gradients import Gradients
+from fodp.layout import Layout
 from fodp.noise import Streams, exact
 from fodp.noise.exact import CELLS, SUM_ALLOWANCE, decide, raised, rounded_normals
 from fodp.queries import Query
@@ -176,7 +177,8 @@ def test_the_allowance_covers_what_rounding_does(exactly):
         def loss(m, batch):
             return functional.cross_entropy(m(batch[0]), batch[1], reduction="none")
 
-        query = Gradients(Engine(model, loss), (images[rows], labels[rows]), exact=exactly).clipped_sum(1.0)
+        chunks = Chunks(Engine(model, loss), (images[rows], labels[rows]), exact=exactly)
+        query = Gradients(chunks, Layout(model), exact=exactly).clipped_sum(1.0)
         return sum(factor * term.double() for factor, term in query._terms)
 
     worst = 0.0
@@ -193,7 +195,7 @@ def test_an_exact_sum_is_released_with_what_float32_leaves_of_it():
     def cells(*rows):
         batch = (torch.tensor(rows).view(-1, 1),)
         engine = Engine(model, lambda m, b: m(b[0]).squeeze(1), "loop")
-        query = Gradients(Chunks(engine, batch, exact=True), engine.layout, exact=True).clipped_sum(1.0)
+        query = Gradients(Chunks(engine, batch, exact=True), Layout(model), exact=True).clipped_sum(1.0)
         released = exact.release(query + torch.tensor([-64.0]), 1e-4, SEEDED, 0, "noise")
         return float(released) / (raised(1e-4, 1.0, 1) / CELLS)
 

@@ -1,6 +1,7 @@
 """Two and three real processes over gloo train one model: as one process does, and with one release."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fodp.methods import METHODS
 from fodp.options import rate_rules
 from fodp.processes import ALONE
 from fodp.ranks import here
+from fodp.release import FreshNoise
 from fodp.step import Step
 from fodp.testing import PARTS
 from methods_for_tests import data, flat, losses, network, plan, trainer
@@ -33,7 +35,9 @@ def outcome(method, params, **options):
     training = trainer(plan(method, params, steps=4), **options)
     result = training.fit()
     state = [
-        v.detach().clone() for v in training.session.state_dict()["method"].values() if isinstance(v, torch.Tensor)
+        v.detach().clone()
+        for v in training.session.states["method"].state_dict().values()
+        if isinstance(v, torch.Tensor)
     ]
     return flat(training.model), result.epsilon, result.steps, training.session.noise_variance(), state
 
@@ -127,18 +131,20 @@ def queries(dataset):
     """What the first rank adds noise to, in the first step; the records in all ranks' lots."""
     run = trainer(plan("dp-sgd", clip_norm=0.5), dataset=dataset).session
     seen, lots = [], []
+    add = FreshNoise.add
 
     class Watched(Step):
         def draw(self, *rest):
             lots.append(super().draw(*rest))
             return lots[-1]
 
-        def noised(self, query, *rest):
-            seen.append(query.value.clone())
-            return super().noised(query, *rest)
+    def watched(noise, query, *rest):
+        seen.append(query.value.clone())
+        return add(noise, query, *rest)
 
     run.steps_by(Watched)
-    run.take_step()
+    with mock.patch.object(FreshNoise, "add", watched):
+        run.take_step()
     return seen, [lot.indices.tolist() for lot in lots], lots[0].count
 
 
