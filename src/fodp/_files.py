@@ -118,9 +118,14 @@ def is_address(path: object) -> bool:
 
 def refuse_unwritable(path: Path) -> None:
     """Raise unless a file of this name can be written, with the folders that are still to be made."""
-    folder = next((parent for parent in path.parents if parent.exists()), path.parent)
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        reason = "it is a folder" if path.is_dir() else f"{folder} is no folder that may be written into"
+    reason = ""
+    try:
+        folder = next((parent for parent in path.parents if parent.exists()), path.parent)
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            reason = "it is a folder" if path.is_dir() else f"{folder} is no folder that may be written into"
+    except (OSError, ValueError) as error:  # a name too long, or with a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+    if reason:
         raise ConfigurationError(f"{path} cannot be written: {reason}; name a file in a folder of your own")
 
 

@@ -159,6 +159,7 @@ def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFold
     rehearse(config["model"], model, splits.card)
     model.to(device)
 
+    folder.refuse_unusable()
     callbacks: list[Callback] = [*_scoring(config, splits), CSVLog(folder.metrics)]
     if not options.quiet and ranks.is_first:
         callbacks.append(Progress())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._files import Hold, atomically, is_address
+from fodp._files import Hold, atomically, is_address, refuse_unwritable
 
 _TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
 
@@ -61,6 +61,13 @@ class RunFolder:
                 f"{self.path} holds a run already: go on with it (--resume), or choose another folder (--out)"
             )
         self.tidy()
+
+    def refuse_unusable(self) -> None:
+        """Raise if the folder plainly cannot be made or written. Makes nothing."""
+        try:
+            refuse_unwritable(self.config)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}; choose another --out") from None
 
     def take(self) -> None:
         """Let this process own the folder until it leaves it or ends; refuses while another one owns it."""
