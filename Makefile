@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test quick test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends clean
+.PHONY: demo test quick test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends gate clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -69,12 +69,16 @@ bench-compile: $(INSTALLED)  ## what torch.compile does for plain training
 
 soak: $(INSTALLED)  ## kill, race, damage and starve trainings at random and check that nothing is lost
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
+	FODP_ALL_WRITES=1 $(BIN)/python -m pytest tests/training/test_survival.py
 
 fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped sum beyond its bound; 1 if there is one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py
 
 ends: $(INSTALLED)  ## end 200 trainings of two processes on a busy machine; 1 if one of them is aborted
 	$(BIN)/python tests/ends.py
+
+gate: $(INSTALLED)  ## how long .ci/run and `make quick` take in a fresh clone with a new environment
+	$(BIN)/python tests/gate.py
 
 # The constraints pin every version; a change there or in pyproject.toml installs again.
 $(INSTALLED): pyproject.toml constraints.txt

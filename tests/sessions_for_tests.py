@@ -20,10 +20,10 @@ def private_columns(source):
 
 def measured_by(monkeypatch, choose):
     """The shape kronecker looks at `choose(all private rows, step, what makes the public records of a step)`."""
-    made_up = Pull._made_up
+    public_records = Pull.public_records
 
     def private(source, shape):
-        public, rows = made_up(source, shape), private_columns(source)
+        public, rows = public_records(source, shape), private_columns(source)
         return lambda step: choose(rows, step, public)
 
-    monkeypatch.setattr(Pull, "_made_up", private)
+    monkeypatch.setattr(Pull, "public_records", private)

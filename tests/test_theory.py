@@ -943,7 +943,7 @@ def test_scores_of_real_training_are_those_of_pure_noise(scale):
     splits = load("cifar10")
     params = dict(lr=0.8, kappa=scale, zeta=scale)
     public = dict(sampling_rate=0.04, steps=200, lot_size=200, clip_norm=1.0, noise_multiplier=1.1, delta=1e-5)
-    plan = fodp.Plan(**public, seed=0, params=params)
+    plan = fodp.Plan(**public, seed=0, method="fo-dp-sgd", params=params)
     torch.manual_seed(0)
     trainer = fodp.Trainer(models.build("mlp", splits.card), models.cross_entropy, splits.train, plan)
     trainer.fit()

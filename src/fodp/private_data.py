@@ -113,7 +113,7 @@ class PrivateData:
             if value is self._data or (_is_data(value) and (self._holds_all_of(value) or self._is_copy(value))):
                 raise ConfigurationError(
                     f"{door} has the training data in its hands, which is private, and what is computed from public "
-                    f"data gets no noise: {HOLD_OUT}"
+                    f"data gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
                 )
 
     def _are_private(self, public: Any) -> npt.NDArray[np.bool_]:

@@ -134,8 +134,8 @@ def test_a_refusal_of_the_run_is_a_finding():
     class Silent(METHODS["dp-sgd"]):
         name = "silent"
 
-        def step(self, run, state):
-            return run.parameters()
+        def step(self, step, state):
+            return step.parameters()
 
     with registered(Silent):
         for finding in attacks(plan("silent", dict(lr=0.1))):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -224,9 +225,8 @@ class TestTrain:
         self.meets(capsys, tmp_path, 4, "--method", method, "--epochs", "1")
 
     @pytest.mark.skipif("FODP_DATA" not in os.environ, reason="needs FODP_DATA: the folder with the .npz files")
-    @pytest.mark.parametrize("method", sorted(METHODS))
-    @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "svhn"])
-    def test_every_method_on_every_data_set(self, capsys, tmp_path, dataset, method):
+    @pytest.mark.parametrize(("method", "dataset"), zip(sorted(METHODS), cycle(["cifar10", "cifar100", "svhn"])))
+    def test_every_method_on_a_real_data_set(self, capsys, tmp_path, dataset, method):
         self.meets(capsys, tmp_path, 4, "--method", method, "--dataset", dataset, "--epochs", "0.08")
 
     @pytest.mark.parametrize("method", sorted(METHODS))

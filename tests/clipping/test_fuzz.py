@@ -14,7 +14,7 @@ from fodp.clipping import norms
 from fodp.clipping.layers import embeddings, rounding, uses
 from fuzz import KINDS, fuzz
 
-SECONDS = float(os.environ.get("FODP_FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FODP_FUZZ_SECONDS", "20"))
 
 
 @pytest.mark.rule(3)

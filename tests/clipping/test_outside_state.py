@@ -409,10 +409,10 @@ def test_a_flag_that_one_record_sets_late_is_looked_at_in_the_next_step(engine):
 
     def loss(model, batch):
         found = own(model, batch) * (2.0 if flags.seen else 1.0)
-        flags.seen = flags.seen or run.step == 3
+        flags.seen = flags.seen or run.number == 3
         return found
 
-    run = fodp.Run(network(), loss, DATA, plan(steps=9), engine=engine)
+    run = session(network(), loss, DATA, plan(steps=9), engine=engine)
     for _ in range(4):
         run.take_step()
     with pytest.raises(fodp.PrivacyError, match=r"leaves something in flags\.seen"):
@@ -429,7 +429,7 @@ def test_a_counter_of_collections_counts_what_it_counts():
         return own(model, batch)
 
     calls = []
-    run = fodp.Run(network(), loss, DATA, plan())
+    run = session(network(), loss, DATA, plan())
     for _ in range(3):
         run.take_step()
     assert met["passes"] <= len(calls)

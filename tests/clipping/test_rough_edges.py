@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp.clipping import Engine, Gradients
+from fodp.clipping import Engine
+from gradients_for_tests import gradients_of
 from models_for_tests import Apply, clipped, gradients_by_hand
 
 ROWS = 6
@@ -195,5 +196,5 @@ def test_spectral_norm_in_bfloat16_goes_back_in_closed_form() -> None:
     for method in ("auto", "loop"):
         engine = Engine(model, lambda m, b: m(b).float().square().sum(1), method)
         engine._checked = True  # no way out by the loop
-        Gradients(engine, batch).sum(bound=1.0, weight=lambda norms: seen.append(norms) or norms)
+        gradients_of(engine, batch).sum(bound=1.0, weight=lambda norms: seen.append(norms) or norms)
     torch.testing.assert_close(seen[0], seen[1], rtol=0.02, atol=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fodp._checks import PrivacyError
+from fodp.methods import METHODS
 from fodp_lab.paper import runner
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.runner import Runner
@@ -69,6 +70,16 @@ def wait_for_records(process, path, count):
         time.sleep(0.02)
 
 
+@pytest.fixture
+def table_of_methods():
+    """The table is afterwards what it was: other tests must not see what this one adds."""
+    before = dict(METHODS)
+    yield
+    for name in METHODS.keys() - before.keys():
+        del METHODS[name]
+
+
+@pytest.mark.usefixtures("table_of_methods")
 def test_the_same_records_as_by_processes_and_a_module_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "seen").mkdir()
     (tmp_path / "method_for_ray.py").write_text(MODULE)

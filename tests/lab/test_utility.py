@@ -40,7 +40,8 @@ def sentences(tmp_path):
     """Two small files in the form of the real ones, and a card of their size."""
     lines = [f"{i % 2}\t{'good' if i % 2 else 'bad'} film number{i}" for i in range(30)]
     (tmp_path / "sst2-train.tsv").write_text("\n".join(["label\tsentence", *lines]) + "\n")
-    (tmp_path / "sst2-dev.tsv").write_text("\n".join(["label\tcontent", *lines[:6]]) + "\n")
+    others = [f"{i % 2}\t{'good' if i % 2 else 'bad'} book number{i}" for i in range(6)]
+    (tmp_path / "sst2-dev.tsv").write_text("\n".join(["label\tcontent", *others]) + "\n")
     return tmp_path, replace(text.SST2, train_size=20, test_size=5)
 
 

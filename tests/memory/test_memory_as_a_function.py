@@ -83,7 +83,7 @@ def trainer(params, dtype, step=None, **public):
     numbers = dict(sampling_rate=0.2, lot_size=40, clip_norm=1.0, noise_multiplier=1.1, delta=1e-5, seed=7)
     with nullcontext() if step is None else testing.registered(step):
         method = "fo-dp-sgd" if step is None else step.name
-        plan = fodp.Plan(method=method, params=params, steps=STEPS, **numbers | public)
+        plan = fodp.Plan(method=method, params={"lr": 0.7} | params, steps=STEPS, **numbers | public)
         return fodp.Trainer(model, cross_entropy, data, plan)
 
 

@@ -202,10 +202,9 @@ class Halved(fodp.Method):
     def events(self, plan):
         return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)
 
-    def step(self, run, state):
-        lot = run.draw()
-        query = run.gradients(lot).clipped_sum(run.clip_norm)
-        return run.release(lot, query, run.plan.noise_multiplier * run.clip_norm) * self.params.share
+    def step(self, step, state):
+        query = step.gradients(step.draw()).clipped_sum(step.clip_norm)
+        return step.release(query, step.plan.noise_multiplier * step.clip_norm) * self.params.share
 
 
 @pytest.fixture
@@ -243,8 +242,9 @@ def test_options_and_a_method_from_outside_train_are_saved_and_go_on(tmp_path):
     straight, first, second = (trainer(by_words) for _ in range(3))
     straight.fit()
     for _ in range(3):
-        first._one_step()
-    assert torch.equal(first.run.state_dict()["filter"]["last"], first.run.filter.last)
+        first.take_step()
+    state = first.session.states["filter"]
+    assert torch.equal(first.session.state_dict()["states"]["filter"]["last"], state.last)
     first.save(tmp_path / "c.pt")
     second.resume(tmp_path / "c.pt")
     second.fit()

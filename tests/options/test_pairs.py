@@ -61,7 +61,7 @@ def refused_by_the_table(method, *choices):
     model = nn.Linear(3, 2)
     training = fodp.Trainer(model, losses, DATA, plan, public_score=lambda: 0.0)
     for _ in range(3):
-        training._one_step()
+        training.take_step()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     return False
 

@@ -81,8 +81,15 @@ def same_sums(kind, method="dp-sgd", params=None, **options):
 
 
 @pytest.mark.rule(9)
-@pytest.mark.parametrize("kind", ["tensors", "map-style"])
-@pytest.mark.parametrize("options", [{}, dict(augment=jitter), dict(augment=jitter, copies=3), dict(copies=2)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("tensors", {}),
+        ("map-style", dict(augment=jitter)),
+        ("tensors", dict(augment=jitter, copies=3)),
+        ("map-style", dict(copies=2)),
+    ],
+)
 def test_the_sums_stay_the_same(kind, options):
     assert same_sums(kind, **options)
 

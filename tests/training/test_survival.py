@@ -245,6 +245,13 @@ def all_is_lost(folder, seed):
     return seed is None and saved["step"] == 0 and used == STEPS and not (folder / "weights").exists()
 
 
+def sampled(writes, seed):
+    """Every fifth write, from another first one for each kind of run, and the last; all with FODP_ALL_WRITES."""
+    if os.environ.get("FODP_ALL_WRITES"):
+        return list(writes)
+    return sorted({*list(writes)[(2 if seed is None else 0) :: 5], writes[-1]})
+
+
 @pytest.mark.rule(11)
 @pytest.mark.parametrize("seed", [0, None], ids=["seeded", "secure"])
 @pytest.mark.fault(
@@ -261,7 +268,7 @@ def test_a_crash_at_any_write_is_survived(quick_path, reference, seed):
     copies = len(list(quick_path.iterdir())) - 1
     run.rename(quick_path / str(copies + 1))  # after the last write
     assert copies > max(50, 0.9 * count)  # a few more or fewer than were counted: how far a run reserves, goes by time
-    for at in range(1, copies + 2):
+    for at in sampled(range(1, copies + 2), seed):
         folder = quick_path / str(at)
         code = resumed(folder, seed)
         if code == REFUSED and all_is_lost(folder, seed):
@@ -281,7 +288,8 @@ def test_a_crash_at_any_write_is_survived(quick_path, reference, seed):
 def test_a_full_disk_at_any_write_stops_clearly_and_is_survived(quick_path, reference, seed):
     weights, count = reference
     refused = 0
-    for at in range(1 + (seed is None), count + 1, 2):  # every other one for each kind of run
+    tried = sampled(range(1, count + 1), seed)
+    for at in tried:
         folder = quick_path / str(at)
         folder.mkdir()
         code = in_child(faulty(folder, seed, Fault(at)))
@@ -292,7 +300,7 @@ def test_a_full_disk_at_any_write_stops_clearly_and_is_survived(quick_path, refe
             continue
         assert code == 0, f"write {at}"
         judge(folder, seed, weights, log=("step", "6"))  # a line that did not fit on the disk is gone
-    assert refused > count // 4
+    assert refused > len(tried) // 2
 
 
 @pytest.mark.rule(11)

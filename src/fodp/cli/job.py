@@ -203,6 +203,7 @@ def _compare(config: dict[str, Any], splits: "Splits") -> None:
 def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     """The data; a method that scores its proposals gets a public held-out part of it."""
     from fodp.data import CARDS, load
+    from fodp.data.loading import refuse_other_kind
     from fodp.data.models import wants_flat
     from fodp.methods import find
 
@@ -214,6 +215,7 @@ def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Split
         return _load_table(config)
     for option in ("target", "schema", "test_data"):
         if option in config:
+            refuse_other_kind(Path(config["dataset"]))
             raise ConfigurationError(f"--{option.replace('_', '-')} is for a table: --data FILE.csv")
     words: dict[str, Any] = dict(
         assume_size=config.get("assume_size"),

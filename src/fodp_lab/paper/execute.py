@@ -13,6 +13,7 @@ from fodp.cli._malloc import keep_freed_memory
 from fodp.data import Splits
 from fodp.data.models import cross_entropy
 from fodp.noise import Streams
+from fodp.private_data import declare_public
 from fodp.sampling import PoissonSampler
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
@@ -95,7 +96,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
 
 def make_trainer(spec: RunSpec, splits: Splits, model: nn.Module, callbacks: list[Callback]) -> Trainer:
     """The trainer of a private run."""
-    public = TensorDataset(*splits.validation[: _public(splits)])
+    public = declare_public(TensorDataset(*splits.validation[: _public(splits)]))  # a split of a public data set
     return Trainer(
         model,
         cross_entropy,
