@@ -225,7 +225,7 @@ class TestTrain:
         self.meets(capsys, tmp_path, 4, "--method", method, "--epochs", "1")
 
     @pytest.mark.skipif("FODP_DATA" not in os.environ, reason="needs FODP_DATA: the folder with the .npz files")
-    @pytest.mark.parametrize(("method", "dataset"), zip(sorted(METHODS), cycle(["cifar10", "cifar100", "svhn"])))
+    @pytest.mark.parametrize(("method", "dataset"), list(zip(sorted(METHODS), cycle(["cifar10", "cifar100", "svhn"]))))
     def test_every_method_on_a_real_data_set(self, capsys, tmp_path, dataset, method):
         self.meets(capsys, tmp_path, 4, "--method", method, "--dataset", dataset, "--epochs", "0.08")
 

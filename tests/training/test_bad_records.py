@@ -2,6 +2,7 @@
 of one's own, before anything is charged where the data is in memory; what a record holds is never said."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from torch.utils.data import TensorDataset
 import fodp
 from bad_data_for_tests import CLASSES, GOOD, IN_MEMORY, INPUTS, LABELS, READ, WIDTH, WITH_A_LOSS, Rows, labelled
 from fodp.training.bad_records import BadRecord
+
+
+@pytest.fixture(autouse=True)
+def no_loop_of_another_test():
+    """A loader that a test has dropped in an exception listens until it is collected."""
+    gc.collect()
 
 
 def losses(model, batch):

@@ -1,5 +1,6 @@
 """The loss of a loop of one's own: what couples the examples of a lot is refused, what does not is left alone."""
 
+import gc
 import itertools
 
 import pytest
@@ -11,6 +12,13 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.own_loop import make_private
+
+
+@pytest.fixture(autouse=True)
+def no_loop_of_another_test():
+    """A loader that a test has dropped in an exception listens until it is collected."""
+    gc.collect()
+
 
 WEIGHT = torch.tensor([1.0, 10.0, 1.0])
 CLIP = 0.5
