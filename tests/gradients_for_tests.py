@@ -31,4 +31,4 @@ def gradients_of(
 
 def scaled(gradients: Gradients, factors: Sequence[Factor] | None) -> Gradients:
     """The same gradients scaled by these factors before they are clipped; their release is not scaled back."""
-    return replace(gradients, chunks=replace(gradients.chunks, factors=factors), factors=None)  # type: ignore[type-var]
+    return replace(gradients, chunks=replace(gradients.chunks, factors=factors), factors=None)

@@ -291,7 +291,7 @@ def skips_empty_lots(trainer: Trainer) -> None:
             return torch.zeros_like(session.parameters())
         return take_step()
 
-    session.take_step = skipping  # type: ignore[method-assign]
+    session.take_step = skipping
 
 
 Choose = Callable[[PoissonSampler, Lot], Tensor]
@@ -361,7 +361,7 @@ def in_row_order(trainer: Trainer) -> None:
             torch.manual_seed(session.number)
             return take_step()
 
-    session.take_step = seeded  # type: ignore[method-assign]
+    session.take_step = seeded
 
 
 def of_another_batch(trainer: Trainer, batch_of: Callable[[Callable[[], Keyed], Lot], Any]) -> None:
@@ -378,7 +378,7 @@ def of_another_batch(trainer: Trainer, batch_of: Callable[[Callable[[], Keyed], 
         other = batch_of(right, lot)
         return replace(found[0], batch=other)
 
-    source.chunks = chunks_of  # type: ignore[method-assign]
+    source.chunks = chunks_of
 
 
 def dropout_in_row_order(trainer: Trainer) -> None:
@@ -422,7 +422,7 @@ def unlooked_at(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Pla
     trainer = plain_trainer(model, balanced if loss_fn is losses else loss_fn, dataset, the_plan)
     engine = trainer.source.engine
     engine._checked = True
-    engine._examine = lambda batch: None  # type: ignore[method-assign]
+    engine._examine = lambda batch: None
     return trainer
 
 

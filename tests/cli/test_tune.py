@@ -403,8 +403,11 @@ def test_own_data_without_public_data_is_refused(tmp_path):
     assert "--test-data" in err
 
 
-def test_a_real_search_is_killed_and_resumed(tmp_path):
-    where = ["--jobs=2"]  # on Ray a run is the same function of a pool (tests/workers)
+@pytest.mark.parametrize("ray", [None, "local"])
+def test_a_real_search_is_killed_and_resumed(tmp_path, ray):
+    if ray is not None:
+        pytest.importorskip("ray", reason="ray is not installed")
+    where = ["--jobs=2"] if ray is None else ["--jobs=2", "--ray=local"]
     code = "import sys; import fodp.tuning.search as s; s.Search.draw = lambda self: [0, 1, 2, 0, 1, 2]\n"
     code += "from fodp.cli.main import main; sys.exit(main(sys.argv[1:]))\n"
     (tmp_path / "go.py").write_text(f"if __name__ == '__main__':\n    {code.replace(chr(10), chr(10) + '    ')}\n")

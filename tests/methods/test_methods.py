@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -883,7 +884,7 @@ def test_a_method_of_ones_own_takes_a_few_lines():
 
         name = "dp-sign-sgd"
         summary = reference = noise_meaning = "for this test"
-        defaults = {"lr": 0.01}  # noqa: RUF012
+        defaults: ClassVar = {"lr": 0.01}
 
         def events(self, plan):
             return (Phase((Event(plan.sampling_rate, plan.noise_multiplier),), plan.steps),)

@@ -1,6 +1,7 @@
 """Options as objects and in the flat spelling, public sizes, and options and methods from outside the package."""
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ class Halved(fodp.Method):
 
     name = "halved"
     summary = reference = noise_meaning = "for this test"
-    defaults = {"lr": 0.1}  # noqa: RUF012
+    defaults: ClassVar = {"lr": 0.1}
 
     @dataclass(frozen=True, kw_only=True)
     class Params:
