@@ -37,7 +37,7 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)  ## write the generated pages again
 	$(BIN)/fodp methods --markdown > docs/methods.md
-	$(BIN)/python -m fodp.conflicts > docs/conflicts.md
+	$(BIN)/python -m fodp.options.conflicts > docs/conflicts.md
 	$(BIN)/python tests/rules_page.py
 	$(BIN)/python tests/reliability_page.py
 	$(BIN)/python tests/mutants_for_tests.py

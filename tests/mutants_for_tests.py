@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import audit, people
-from fodp._looks import Looks
+from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
 from fodp.clip import ByLayer
@@ -30,16 +29,19 @@ from fodp.clipping.chunks import Chunks
 from fodp.clipping.padding import Widths
 from fodp.clipping.reach import Reached
 from fodp.data import packing
+from fodp.identity.private_data import PrivateData
+from fodp.lots import people
+from fodp.lots.reading import Fetcher
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
-from fodp.private_data import PrivateData
 from fodp.queries import Query
 from fodp.release import FreshNoise
-from fodp.sampling import Fetcher, Lot, PoissonSampler
+from fodp.sampling import Lot, PoissonSampler
 from fodp.step import Step
+from fodp.support.looks import Looks
 from fodp.trainer import Trainer
 
 BETA = 0.5  # of the mutants of FO-DP-SGD
@@ -626,7 +628,7 @@ def releases_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def forks_go_on(patch: pytest.MonkeyPatch) -> None:
     """A forked process is taken for the one that made the run, its account and its ledger."""
-    patch.setattr("fodp._forks.Owner.is_here", property(lambda self: True))
+    patch.setattr("fodp.support.forks.Owner.is_here", property(lambda self: True))
 
 
 def ledgers_known_by_their_path(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 import fodp
 from fodp import PrivacyError
-from fodp._extras import MissingExtra, need
 from fodp.data import load
+from fodp.support.extras import MissingExtra, need
 from odd_input_for_tests import run
 
 SOURCES = Path(fodp.__file__).parent

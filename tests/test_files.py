@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from fodp._files import atomically
+from fodp.support.files import atomically
 
 fcntl = pytest.importorskip("fcntl")
 

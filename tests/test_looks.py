@@ -12,8 +12,8 @@ import fodp.clipping.self_check
 import fodp.sampling
 import fodp.sources.pull
 import fodp.sources.recorder
-from fodp._looks import Looks, is_rare
 from fodp.sampling import Lot, PoissonSampler
+from fodp.support.looks import Looks, is_rare
 from sessions_for_tests import session
 
 ROWS = 24
@@ -80,7 +80,7 @@ def looked(monkeypatch):
 
     spy(fodp.clipping.self_check, "refuse_unsteady", lambda engine, _: "the loop" if engine._loop else "the loss")
     spy(fodp.clipping.augmentation.Augmentation, "_refuse_unsteady", lambda *_: "augment")
-    spy(fodp.sampling.Fetcher, "_refuse_unsteady", lambda *_: "the data set")
+    spy(fodp.lots.reading.Fetcher, "_refuse_unsteady", lambda *_: "the data set")
     spy(fodp.sources.pull.Pull, "_refuse_mixing_collate", lambda *_: "collate_fn")
     return seen, current
 

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import PrivacyError
+from fodp.lots.people import Owners, PeopleSampler
 from fodp.methods import METHODS
 from fodp.noise import Streams, keyed_from
-from fodp.people import Owners, PeopleSampler
 from fodp.step import Step
 from models_for_tests import clipped, gradients_by_hand
 from people_for_tests import (

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import fodp
-from fodp import _checks, accounting, described
+from fodp import accounting, described
 from fodp.accounting import Event, Phase
 from fodp.clip import limits
 from fodp.methods import METHODS
+from fodp.support import checks
 
 PAPER = dict(
     sampling_rate=0.04,
@@ -183,7 +184,7 @@ class TestLeastClipNorm:
 
     def test_it_does_bound(self):
         norms = torch.logspace(-20, math.log10(self.LARGEST), 5000)
-        least = _checks.LEAST_CLIP_NORM
+        least = checks.LEAST_CLIP_NORM
         assert (limits(norms, least, most=1.0).double() * norms.double()).max() <= least * (1 + 2.5e-7)
 
     @pytest.mark.rule(14)

@@ -23,8 +23,8 @@ from torch.utils.data import (
 import fodp
 from fodp import ConfigurationError
 from fodp.callbacks import Callback, Evaluate
+from fodp.identity.private_data import declare_public, refuse_private
 from fodp.ledger import Ledger
-from fodp.private_data import declare_public, refuse_private
 from fodp.training.scores import accuracy
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import fodp
 from fodp import DataError
+from fodp.identity.repeats import refuse_repeated, warn_of_equal_rows
 from fodp.ledger import Ledger
-from fodp.repeats import refuse_repeated, warn_of_equal_rows
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(100, 5, generator=GENERATOR)

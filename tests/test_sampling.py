@@ -17,18 +17,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
+from fodp.lots.batch_sampler import PoissonBatchSampler
+from fodp.lots.reading import Fetcher, LotCollate, collate_lot
+from fodp.lots.records import record_count
 from fodp.noise import Streams
-from fodp.sampling import (
-    Fetcher,
-    Lot,
-    LotCollate,
-    PoissonBatchSampler,
-    PoissonSampler,
-    collate_lot,
-    poisson_indices,
-    record_count,
-)
+from fodp.sampling import Lot, PoissonSampler, poisson_indices
 
 ACCEPT, REJECT = 1e-3, 1e-9
 STEPS, SIZE, RATE = 4000, 100, 0.1

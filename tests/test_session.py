@@ -10,13 +10,14 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import fodp
-from fodp import sampling
 from fodp.accounting import Event, Phase
 from fodp.layout import GradientBuffer
+from fodp.lots import reading
+from fodp.lots.reading import Fetcher
 from fodp.methods import METHODS, Method, find, register
 from fodp.noise import Streams
 from fodp.queries import Query
-from fodp.sampling import Fetcher, PoissonSampler
+from fodp.sampling import PoissonSampler
 from fodp.session import Session
 from fodp.step import Step
 from sessions_for_tests import session
@@ -112,7 +113,7 @@ def fetched_in_fives(monkeypatch):
     """Lots of more than five records are fetched in parts; the list collects how many were fetched at a time."""
     counts = []
     fetch = Fetcher.fetch
-    monkeypatch.setattr(sampling, "_FETCHED_AT_ONCE", 5 * 6)
+    monkeypatch.setattr(reading, "_FETCHED_AT_ONCE", 5 * 6)
     monkeypatch.setattr(
         Fetcher, "fetch", lambda self, rows, *rest: counts.append(len(rows)) or fetch(self, rows, *rest)
     )

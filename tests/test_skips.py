@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fodp import skips
+from fodp.lots import skips
 from fodp.noise import Streams
 from fodp.sampling import PoissonSampler, poisson_indices
 

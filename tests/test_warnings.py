@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import _checks
+from fodp.support import checks
 
 PUBLIC = dict(sampling_rate=0.1, steps=10, lot_size=20, clip_norm=1.0, delta=1e-5, method="dp-sgd")
 PLAN = PUBLIC | dict(noise_multiplier=1.0)
@@ -25,9 +25,7 @@ def heard(work):
 
 def test_no_module_of_the_library_counts_levels_by_hand():
     folder = Path(fodp.__file__).parent
-    found = [
-        p for p in folder.rglob("*.py") if re.search(r"warnings\.warn\(", p.read_text()) and p.name != "_checks.py"
-    ]
+    found = [p for p in folder.rglob("*.py") if re.search(r"warnings\.warn\(", p.read_text()) and p.name != "checks.py"]
     assert found == []
 
 
@@ -58,7 +56,7 @@ def test_a_warning_points_at_the_line_that_called_the_library():
 
 
 def test_a_warning_from_nowhere_is_still_one():
-    code = "from fodp import _checks\n_checks.warn('hello')"
+    code = "from fodp.support import checks\nchecks.warn('hello')"
     said = heard(lambda: exec(compile(code, "x", "exec"), {"__name__": "fodp.somewhere"}))
     assert said[0][0] == "hello"
     assert said[0][1] == __file__
@@ -93,5 +91,5 @@ def test_usual_numbers_are_not_warned_of():
 
 
 def test_all_problems_are_listed_only_where_there_are_several():
-    assert _checks.listed(["one"]) == "one"
-    assert _checks.listed(["one", "two"]) == "2 things to mend: (1) one; (2) two"
+    assert checks.listed(["one"]) == "one"
+    assert checks.listed(["one", "two"]) == "2 things to mend: (1) one; (2) two"

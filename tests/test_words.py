@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import _words, accounting
+from fodp import accounting
+from fodp.accounting.sizes import SIZES
 from fodp.cli.main import main
-from fodp.sizes import SIZES
+from fodp.support import words
 
 PUBLIC = dict(sampling_rate=0.1, steps=10, lot_size=20, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
 DATA = TensorDataset(torch.zeros(40, 4), torch.zeros(40, dtype=torch.int64))
@@ -27,7 +28,7 @@ def network():
 
 
 def test_the_fields_that_words_are_explained_with_are_those_of_a_plan():
-    assert {f.name for f in fields(fodp.Plan)} | {*SIZES} == _words.FIELDS
+    assert {f.name for f in fields(fodp.Plan)} | {*SIZES} == words.FIELDS
 
 
 @pytest.mark.rule(14)

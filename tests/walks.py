@@ -2,7 +2,7 @@
 
 A walk enters functions of fodp. Its *stations* are the rooms that it enters, each counted once, in the order of first
 entry: a file of the core (directly in `src/fodp`), or a folder, which is an engine behind a protocol. Helpers are no
-stations: files whose name begins with an underscore, and `errors`. Calls and files are counted whole.
+stations: the folder `support`, and `errors`. Calls and files are counted whole.
 """
 
 import sys
@@ -46,7 +46,7 @@ def traced(work: Callable[[], object]) -> Walk:
     finally:
         sys.setprofile(None)
     rooms = [file.partition("/")[0].removesuffix(".py") for file in files]
-    stations = dict.fromkeys(room for room in rooms if not room.startswith("_") and room != "errors")
+    stations = dict.fromkeys(room for room in rooms if room not in ("support", "errors"))
     return Walk(list(stations), list(files), calls)
 
 

@@ -10,11 +10,6 @@ from . import methods as methods
 from . import noise as noise
 from . import options as options
 from . import testing as testing
-from ._checks import BudgetError as BudgetError
-from ._checks import ConfigurationError as ConfigurationError
-from ._checks import DataError as DataError
-from ._checks import LedgerError as LedgerError
-from ._checks import PrivacyError as PrivacyError
 from .accounting import calibrate as calibrate
 from .accounting import epsilon as epsilon
 from .clipping import Clipper as Clipper
@@ -22,6 +17,11 @@ from .clipping import check as check
 from .clipping import clipped_sum as clipped_sum
 from .clipping import fix as fix
 from .clipping import register_rule as register_rule
+from .errors import BudgetError as BudgetError
+from .errors import ConfigurationError as ConfigurationError
+from .errors import DataError as DataError
+from .errors import LedgerError as LedgerError
+from .errors import PrivacyError as PrivacyError
 from .ledger import Ledger as Ledger
 from .memory import ExponentialMemory as ExponentialMemory
 from .memory import ExponentialSumMemory as ExponentialSumMemory

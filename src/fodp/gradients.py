@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import PrivacyError
 from fodp.clip import FLAT, ByNorm, ClipRule, by_norm, limits
+from fodp.errors import PrivacyError
 from fodp.layout import Layout
 from fodp.queries import Factor, Query
+from fodp.support import checks
 
 # The contribution of one example, as computed, may exceed its bound by this relative amount. Norms are raised by the
 # worst that float32 can do (`clipping/layers/rounding.py`), so what is left is the rounding of float64 sums of squares:
@@ -96,7 +96,7 @@ class Gradients:
 
     def clipped_sum(self, clip_norm: float) -> Query:
         """Σ gᵢ·min(1, C/‖gᵢ‖), or what the clip rule makes of it: sensitivity C (paper, Lemma 1)."""
-        return self._sum(self.rule, _checks.clip_norm("clip_norm", clip_norm))
+        return self._sum(self.rule, checks.clip_norm("clip_norm", clip_norm))
 
     def sum(self, *, bound: float, weight: ByNorm | None = None) -> Query:
         """Σ wᵢ·gᵢ with wᵢ = weight(norms)ᵢ, cut so that ‖wᵢ·gᵢ‖ ≤ bound, whatever `weight` says.
@@ -112,7 +112,7 @@ class Gradients:
 
     def norm_sum(self, clip_norm: float) -> Query:
         """Σ min(‖gᵢ‖, C): sensitivity C."""
-        bound = _checks.clip_norm("clip_norm", clip_norm)
+        bound = checks.clip_norm("clip_norm", clip_norm)
         # In float64: over millions of examples float32 rounds by more than one example may add.
         total = torch.zeros((), dtype=torch.float64, device=self.layout.device)
         for chunk in self.chunks:

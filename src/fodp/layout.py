@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 
 
 class Layout:

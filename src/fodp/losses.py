@@ -10,7 +10,7 @@ have, and a long example weighs more than the clip norm allows. Here a record's 
 from torch import Tensor
 from torch.nn import functional as F
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 
 IGNORED = -100  # the label of positions that do not count, as Hugging Face's models have it
 

@@ -15,17 +15,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fodp import _checks
-from fodp._checks import BudgetError, ConfigurationError, DataError
-from fodp._files import refuse_unwritable
-from fodp._words import in_our_words
 from fodp.clipping.buffers import KeptState
+from fodp.errors import BudgetError, ConfigurationError, DataError
 from fodp.gradients import HERE
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
+from fodp.lots.reading import Collate, Fetcher
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
-from fodp.sampling import Collate, Fetcher
 from fodp.session import Session
 from fodp.sources.ahead import workers_for
 from fodp.sources.beside import KeptModule
@@ -37,6 +34,9 @@ from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
 from fodp.state.ledgers import refuse_other_ledger
+from fodp.support import checks
+from fodp.support.files import refuse_unwritable
+from fodp.support.words import in_our_words
 from fodp.training.bad_records import refuse_unlike
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
@@ -118,7 +118,7 @@ def make_private(
         True
     """
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
-    _checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     refuse_other_ledger(ledger)
     _refuse_unfit(model, optimizer, plan)
     warn_of_large_rates(optimizer)
@@ -138,7 +138,7 @@ def make_private(
         fetcher,
         opening.streams,
         dataset,
-        microbatch=None if microbatch is None else _checks.whole("microbatch", microbatch),
+        microbatch=None if microbatch is None else checks.whole("microbatch", microbatch),
         ahead=ahead,
         refused=lambda found: loop.refused(found),
         abandon=lambda: loop.abandon_lot(),
@@ -201,7 +201,7 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._loop.is_spent:
             if not self._warned:
-                _checks.warn(
+                checks.warn(
                     f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
                     "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps"
                 )

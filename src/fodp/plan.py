@@ -5,18 +5,19 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from fodp import _checks, _words, accounting, conflicts
-from fodp._checks import ConfigurationError
+from fodp import accounting
 from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.accounting.sizes import CHECKS, SIZES, completed
 from fodp.described import Described, protected_unit
+from fodp.errors import ConfigurationError
 from fodp.methods import METHODS, Method, find, recipe
 from fodp.noise.banded import accumulated_noise
-from fodp.options import KINDS, Options
+from fodp.options import KINDS, Options, conflicts
 from fodp.options.chosen import folded
 from fodp.options.schedule import Numbers
 from fodp.options.table import known_names
-from fodp.sizes import CHECKS, SIZES, completed
 from fodp.statement import statement
+from fodp.support import checks, words
 
 if TYPE_CHECKING:
     from fodp import options
@@ -110,7 +111,7 @@ class Plan:
         conflicts.refuse(self.features)
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         for numbers in self._numbers().values():
-            _checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
+            checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
             self._check_scale(
                 "noise_multiplier times clip_norm, with noise_schedule and clip_schedule,",
                 numbers.noise_multiplier * numbers.clip_norm,
@@ -155,7 +156,7 @@ class Plan:
     @cached_property
     def algorithm(self) -> Method:
         """The method with its parameters."""
-        return find(self.method).from_dict({name: _checks.builtin(value) for name, value in self.params.items()})
+        return find(self.method).from_dict({name: checks.builtin(value) for name, value in self.params.items()})
 
     @property
     def options(self) -> Options:
@@ -218,7 +219,7 @@ class Plan:
         that were left to the plan (`bands` of fo-noise): these are chosen for the least noise at the target, and of
         choices within 1% of each other the first, which takes the least memory.
         """
-        _checks.positive("target_epsilon", target_epsilon)
+        checks.positive("target_epsilon", target_epsilon)
         if "noise_multiplier" in public:
             raise ConfigurationError("calibration finds the noise_multiplier: give target_epsilon or it, not both")
         template = cls(noise_multiplier=1.0, **public)
@@ -230,7 +231,7 @@ class Plan:
                 break  # it falls and then rises
         least = min(noise for noise, _ in plans)
         found = next(plan for noise, plan in plans if noise <= 1.01 * least)
-        if _checks.called_by_the_user():
+        if checks.called_by_the_user():
             warn_of_little_privacy(found, target_epsilon)
         return found
 
@@ -284,15 +285,15 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def checked(self: Plan, **public: Any) -> None:
-        said = {name: _checks.builtin(value) for name, value in public.items()}
+        said = {name: checks.builtin(value) for name, value in public.items()}
         unknown = [_unknown_field(name, said[name]) for name in sorted(said.keys() - own - beside)]
         if unknown:
-            raise ConfigurationError(_checks.listed([*unknown, *map(str, _checks.refusals(*field_checks(said)))]))
+            raise ConfigurationError(checks.listed([*unknown, *map(str, checks.refusals(*field_checks(said)))]))
         given = {name: value for name, value in said.items() if name not in beside}
         if "noise_multiplier" in said:  # else Python says that it is missing
             given |= _all_of(said)
         init(self, **given)
-        if _checks.called_by_the_user():
+        if checks.called_by_the_user():
             warn_of_little_privacy(self)
 
     return checked
@@ -303,25 +304,25 @@ def _all_of(said: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def fill_in() -> None:
-        if not _checks.refusals(*field_checks(said)):  # which are told by themselves
+        if not checks.refusals(*field_checks(said)):  # which are told by themselves
             found.update(completed(said))
 
-    checks = (fill_in, lambda: found.update(_chosen(said)), lambda: found.update(_unit(said)))
-    _checks.together(*field_checks(said), *checks)
+    more = (fill_in, lambda: found.update(_chosen(said)), lambda: found.update(_unit(said)))
+    checks.together(*field_checks(said), *more)
     return found
 
 
 def _unit(said: Mapping[str, Any]) -> dict[str, Any]:
     """Who is protected."""
     unit, most = said.get("unit", "record"), said.get("records_per_person")
-    how = _checks.one_of("person_gradient", said.get("person_gradient", "mean"), _COMBINED)
-    if _checks.one_of("unit", unit, UNITS) == "person":
+    how = checks.one_of("person_gradient", said.get("person_gradient", "mean"), _COMBINED)
+    if checks.one_of("unit", unit, UNITS) == "person":
         if most is None:
             raise ConfigurationError(
                 "unit='person' needs records_per_person, a public number: how many of a person's records a step "
                 "uses at most"
             )
-        return {"records_per_person": _checks.whole("records_per_person", most)}
+        return {"records_per_person": checks.whole("records_per_person", most)}
     if most is not None or how != "mean":
         raise ConfigurationError(
             "records_per_person and person_gradient are about people: add unit='person', or leave them out"
@@ -334,7 +335,7 @@ def _chosen(said: Mapping[str, Any]) -> dict[str, Any]:
     params = said.get("params", {})
     if not isinstance(params, Mapping):
         raise ConfigurationError(f"params must be a mapping of names to values, got {type(params).__name__}")
-    flat = {name: _checks.builtin(value) for name, value in params.items()}
+    flat = {name: checks.builtin(value) for name, value in params.items()}
     flat = folded(flat, {kind: said[kind] for kind in KINDS if kind in said})
     method, flat = recipe.completed(said.get("method"), flat, exact_noise=said.get("exact_noise") is True)
     if isinstance(method, str) and method in METHODS:  # else that is what is told
@@ -344,8 +345,8 @@ def _chosen(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown_field(name: str, value: Any) -> str:
     if name in known_names() or any(name == f.name for method in METHODS.values() for f in fields(method.Params)):
-        return f"{name} is a parameter of the method: put it into params, params=dict({name}={_checks.shown(value)})"
-    here = _words.answer(name)
+        return f"{name} is a parameter of the method: put it into params, params=dict({name}={checks.shown(value)})"
+    here = words.answer(name)
     if here is not None:
         return f"a plan has no field {name!r}: here it is {here}"
     return (
@@ -357,10 +358,10 @@ def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
     """The checks of single fields, of those that are given."""
     known: dict[str, Callable[[str, Any], object]] = {
         **CHECKS,
-        "noise_multiplier": _checks.positive,
-        "clip_norm": _checks.clip_norm,
-        "accountant": lambda name, value: _checks.one_of(name, value, ACCOUNTANTS),
-        "seed": lambda name, value: value is None or _checks.whole(name, value, minimum=0),
+        "noise_multiplier": checks.positive,
+        "clip_norm": checks.clip_norm,
+        "accountant": lambda name, value: checks.one_of(name, value, ACCOUNTANTS),
+        "seed": lambda name, value: value is None or checks.whole(name, value, minimum=0),
         "exact_noise": _check_switch,
         "method": lambda name, value: find(value),
     }
@@ -376,7 +377,7 @@ _MAY_BE_OPEN = {*CHECKS, "method"}
 
 def _check_switch(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be True or False, got {_checks.shown(value)}")
+        raise ConfigurationError(f"{name} must be True or False, got {checks.shown(value)}")
 
 
 _LARGE_DELTA, _LARGE_EPSILON, _SMALL_EPSILON = 1e-3, 50.0, 0.01
@@ -422,13 +423,13 @@ def odd_rate(rate: Any) -> list[str]:
 def warn_of_large_rates(optimizer: Any) -> None:
     """Warn about such a rate of the user's own optimizer."""
     for sentence in {sentence for group in optimizer.param_groups for sentence in odd_rate(group["lr"])}:
-        _checks.warn(sentence.replace(", or auto", ""))
+        checks.warn(sentence.replace(", or auto", ""))
 
 
 def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> None:
     """Warn about a plan's odd numbers, in the line of the user who made it."""
     for sentence in [*odd_delta(plan), *odd_strength(plan, target_epsilon)]:
-        _checks.warn(sentence)
+        checks.warn(sentence)
 
 
 Plan.__init__ = _in_words(Plan.__init__)  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
+from fodp.support import checks
 
 Terms = tuple[tuple[float, Tensor], ...]
 
@@ -49,7 +49,7 @@ class Query:
         self._terms: Terms = ((1.0, value),)
         self._like = value
         self.dtype = value.dtype if dtype is None else dtype
-        self.bound = _checks.at_least_zero("the bound of a query", bound)
+        self.bound = checks.at_least_zero("the bound of a query", bound)
         self.lot, self.blocks = lot, blocks
 
     @property
@@ -83,7 +83,7 @@ class Query:
         return query
 
     def __mul__(self, factor: float) -> "Query":
-        factor = _checks.number("the factor of a query", factor)
+        factor = checks.number("the factor of a query", factor)
         return self._with(tuple((factor * f, t) for f, t in self._terms), abs(factor) * self.bound)
 
     __rmul__ = __mul__

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fodp import _checks, kernels
-from fodp._checks import LedgerError, PrivacyError
-from fodp._forks import Owner
+from fodp import kernels
 from fodp.clipping.maps import Factor, share
+from fodp.errors import LedgerError, PrivacyError
 from fodp.gradients import Gradients, Points, Source
 from fodp.noise import Streams
 from fodp.noise.banded import BandedNoise
@@ -29,6 +28,8 @@ from fodp.queries import Query
 from fodp.release import FreshNoise, Noise
 from fodp.sampling import Lot, Lots
 from fodp.step import Step
+from fodp.support import checks
+from fodp.support.forks import Owner
 
 MakeStep = Callable[["Session", int], Step]
 
@@ -285,7 +286,7 @@ class Session:
         self._noise_stds.extend(state["noise_stds"])
         self.source.load_state_dict(state["source"])
         if self.plan.seed is not None and state["kernels"] != (kernels.library() is not None):
-            _checks.warn(
+            checks.warn(
                 "this run began " + ("with" if state["kernels"] else "without") + " compiled kernels and goes on "
                 "otherwise: the last bits of seeded noise will differ from those of a run without a break"
             )

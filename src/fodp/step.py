@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fodp._checks import PrivacyError
 from fodp.accounting import Event, joint
+from fodp.errors import PrivacyError
 from fodp.gradients import HERE, Gradients, Points
 from fodp.queries import Query
 from fodp.sampling import Lot

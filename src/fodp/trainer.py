@@ -14,19 +14,18 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fodp import _checks, accounting
-from fodp._checks import BudgetError, ConfigurationError, PrivacyError
-from fodp._words import in_our_words
+from fodp import accounting
 from fodp.clipping.augmentation import Augment, Augmentation
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.remembered import Outside
+from fodp.errors import BudgetError, ConfigurationError, PrivacyError
+from fodp.identity.private_data import PrivateData
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
+from fodp.lots.reading import Collate, Fetcher
 from fodp.plan import Plan
-from fodp.private_data import PrivateData
 from fodp.processes import Turn
 from fodp.ranks import refuse_other_group
-from fodp.sampling import Collate, Fetcher
 from fodp.sources.ahead import workers_for
 from fodp.sources.opening import Opening
 from fodp.sources.pull import Pull
@@ -34,6 +33,8 @@ from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
 from fodp.state.ledgers import refuse_other_ledger
+from fodp.support import checks
+from fodp.support.words import in_our_words
 from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.callbacks import Callback, listed_callbacks
 from fodp.training.finite import refuse_non_finite
@@ -127,8 +128,8 @@ class Trainer:
         private.refuse_reaching("public_score", public_score)
         options = dict(copies=copies, augment=augment is not None, engine=engine, loss=type(loss_fn).__name__)
         opening.refuse_unfit(fetcher, owners, **options)
-        copies = _checks.whole("copies", copies)
-        microbatch = None if microbatch is None else _checks.whole("microbatch", microbatch)
+        copies = checks.whole("copies", copies)
+        microbatch = None if microbatch is None else checks.whole("microbatch", microbatch)
         workers = workers_for(num_workers, pin_memory)
         lots, ahead = opening.lots(fetcher, owners, copies, workers, microbatch, pin_memory)
         self.source = Pull(
@@ -149,7 +150,7 @@ class Trainer:
         # Of several processes the first one looks, writes and keeps the ledger; all of them train.
         self.callbacks = listed if self.session.processes.is_first else []
         self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose
-        end = plan.steps if last_step is None else _checks.whole("last_step", last_step, maximum=plan.steps)
+        end = plan.steps if last_step is None else checks.whole("last_step", last_step, maximum=plan.steps)
         end = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))
         self.course = Course(self.session, dataset, ledger, run_id=run_id, last_step=end)
         self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))

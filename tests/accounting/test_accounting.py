@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 from scipy.special import comb, log_ndtr, ndtr
 
-from fodp._checks import PrivacyError
 from fodp.accounting import (
     ACCOUNTANTS,
     Event,
@@ -33,6 +32,7 @@ from fodp.accounting import (
     truncate,
 )
 from fodp.accounting import releases as release_rounding
+from fodp.errors import PrivacyError
 
 PAPER = {"sampling_rate": 0.04, "steps": 6250, "delta": 1e-5}
 BETAS = (1.0, 0.95, 0.9, 0.8, 0.65)

@@ -6,8 +6,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import audit, people
+from fodp import audit
 from fodp.clipping import chunks, engine
+from fodp.lots import people
 from fodp.methods import METHODS
 from people_for_tests import OWNERS, losses, network, people_plan, records
 

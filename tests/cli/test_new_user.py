@@ -11,9 +11,9 @@ import pytest
 from safetensors import safe_open
 
 import fodp
-from fodp import _extras
 from fodp.cli.main import main
 from fodp.methods import METHODS
+from fodp.support import extras
 
 QUICK = ["--epochs", "1", "--quiet", "--noise-multiplier", "2", "--accountant", "rdp", "--threads", "1"]
 
@@ -142,7 +142,7 @@ def test_an_export_of_what_is_no_run_says_what_to_name(capsys, tmp_path):
 def test_matplotlib_says_nothing_on_its_first_run(tmp_path):
     """It would speak of its font cache and of folders that it cannot write."""
     (tmp_path / "file").write_text("")
-    code = "from fodp._extras import pyplot; pyplot().figure().savefig('x.png')"
+    code = "from fodp.support.extras import pyplot; pyplot().figure().savefig('x.png')"
     environment = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "file" / "below")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
@@ -157,7 +157,7 @@ def test_whoever_has_set_matplotlibs_log_level_keeps_it():
     before = logger.level
     logger.setLevel(logging.INFO)
     try:
-        _extras.pyplot()
+        extras.pyplot()
         assert logger.level == logging.INFO
     finally:
         logger.setLevel(before)

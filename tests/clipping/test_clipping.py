@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fodp._checks import PrivacyError
 from fodp.clipping import FLOAT_TOLERANCE, Clipper, Engine, clipped_sum, self_check
 from fodp.clipping.layers import rules
 from fodp.clipping.layers.uses import Product
+from fodp.errors import PrivacyError
 from gradients_for_tests import gradients_of
 from models_for_tests import (
     FAST,

@@ -20,9 +20,9 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from fodp._checks import PrivacyError
 from fodp.data import CARDS, archives, load
 from fodp.data.archives import Archive
+from fodp.errors import PrivacyError
 
 REAL_DATA = os.environ.get("FODP_DATA")
 needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="FODP_DATA is not set: no folder with real data")

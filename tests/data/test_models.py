@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fodp._checks import PrivacyError
 from fodp.data import CARDS, load
 from fodp.data.models import MODELS, build, cross_entropy, wants_flat
+from fodp.errors import PrivacyError
 from fodp.training.scores import accuracy
 
 

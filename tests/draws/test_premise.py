@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fodp
 from fodp import PrivacyError
-from fodp._looks import is_rare
 from fodp.data import ImageAugmentation
 from fodp.noise import keyed_from
 from fodp.sampling import PoissonSampler
+from fodp.support.looks import is_rare
 from sessions_for_tests import session
 
 CLIP, ROWS, WIDTH = 1.0, 40, 6

@@ -11,10 +11,10 @@ import torch
 
 import fodp
 from fodp import ConfigurationError, DataError, PrivacyError
-from fodp._extras import MissingExtra
 from fodp.integrations import transformers as door
 from fodp.integrations._hugging_face.arguments import RULES, refuse
 from fodp.integrations.transformers import PrivateTrainer
+from fodp.support.extras import MissingExtra
 from hugging_face_for_tests import arguments, bert, gpt2, plan, rows, tokenizer, trainer, transformers, weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "hugging-face.md"

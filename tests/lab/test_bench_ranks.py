@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fodp._checks import PrivacyError
 from fodp.cli.main import main
+from fodp.errors import PrivacyError
 from fodp_lab.bench import ranks, ranks_page
 from fodp_lab.bench.needs import BILLION, Setting, settings
 from scaling_page import DOCS, page

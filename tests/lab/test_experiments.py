@@ -15,8 +15,8 @@ import torch
 from filelock import FileLock
 from torch.utils.data import TensorDataset
 
-from fodp._checks import PrivacyError
 from fodp.cli.main import main
+from fodp.errors import PrivacyError
 from fodp.methods import METHODS
 from fodp_lab.paper import fair, runner, runtime
 from fodp_lab.paper.catalog import DATASETS, EXPERIMENTS, quick

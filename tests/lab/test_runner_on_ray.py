@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.methods import METHODS
 from fodp_lab.paper import runner
 from fodp_lab.paper.records import Records

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fodp._checks import DataError, PrivacyError
 from fodp.cli.main import main
 from fodp.clipping import Clipper
 from fodp.data import CARDS
 from fodp.data.models import cross_entropy
+from fodp.errors import DataError, PrivacyError
 from fodp.methods import METHODS
 from fodp_lab.judging.utility import MET, MISSED, UNKNOWN, Utility
 from fodp_lab.paper import fair, models, text, utility

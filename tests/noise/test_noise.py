@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.noise import Streams
 from fodp.noise.streams import PAIRS, angles, radii
 from statistics_for_tests import ACCEPT, REJECT, correlation_p, exceedance_p, variance_p, variance_power

@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp import options
 from fodp.accounting import Event, Phase
+from fodp.accounting.sizes import usual_delta
 from fodp.methods import METHODS
 from fodp.methods.base import DataclassState
 from fodp.options import KINDS, OPTIONS
 from fodp.options.table import flat, known_names
-from fodp.sizes import usual_delta
 
 PUBLIC = dict(sampling_rate=0.3, steps=6, lot_size=6, noise_multiplier=1.0, delta=1e-5, seed=0)
 DATA = TensorDataset(torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import conflicts
-from fodp.conflicts import CONFLICTS, refuse
 from fodp.methods import METHODS
-from fodp.options import KINDS, OPTIONS
+from fodp.options import KINDS, OPTIONS, conflicts
+from fodp.options.conflicts import CONFLICTS, refuse
 from fodp.options.table import words_of
 
 ROOT = Path(__file__).parents[2]
@@ -111,5 +110,7 @@ def test_every_word_of_the_table_is_somebodys_feature():
 def test_the_page_is_generated_from_the_table():
     page = (ROOT / "docs/conflicts.md").read_text(encoding="utf-8")
     assert page == conflicts.markdown()
-    printed = subprocess.run([sys.executable, "-m", "fodp.conflicts"], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-m", "fodp.options.conflicts"], capture_output=True, text=True, check=True
+    )
     assert printed.stdout == page

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp import _files
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
+from fodp.support import files
 from fodp.training.callbacks import Callback, Checkpoint
 
 
@@ -198,25 +198,25 @@ class TestRoom:
     def test_it_is_used_and_passed_on(self, tmp_path):
         path = tmp_path / "f"
         path.write_bytes(b"old")
-        _files.make_room(path, 1000)
+        files.make_room(path, 1000)
         room = tmp_path / "f.room.part"
         assert room.stat().st_blocks * 512 >= 1000
         inode = room.stat().st_ino
-        with _files.atomically(path) as part, part.open("r+b") as file:
+        with files.atomically(path) as part, part.open("r+b") as file:
             file.write(b"new")
             file.truncate()
         assert (path.read_bytes(), path.stat().st_ino) == (b"new", inode)
         assert room.read_bytes() == b"old"  # its blocks are the room for what comes next
-        _files.give_room_back(path)
+        files.give_room_back(path)
         assert [file.name for file in tmp_path.iterdir()] == ["f"]
 
     def test_a_crash_while_writing_leaves_what_was_there(self, tmp_path):
         path = tmp_path / "f"
         path.write_bytes(b"old")
-        _files.make_room(path, 10)
+        files.make_room(path, 10)
 
         def broken_off():
-            with _files.atomically(path) as part:
+            with files.atomically(path) as part:
                 part.write_bytes(b"half")
                 raise KeyboardInterrupt
 
@@ -229,7 +229,7 @@ class TestRoom:
         if pid == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             try:
-                _files.make_room(tmp_path / "f", 10_000)
+                files.make_room(tmp_path / "f", 10_000)
             except OSError:
                 os._exit(7)
             os._exit(0)

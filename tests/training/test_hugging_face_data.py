@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fodp
+from fodp.lots.reading import Fetcher
 from fodp.own_loop import make_private
-from fodp.sampling import Fetcher
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ROWS, STEPS = 30, 3

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
-from fodp._extras import MissingExtra
 from fodp.callbacks import Evaluate, MLflow, WandB
+from fodp.support.extras import MissingExtra
 
 PLAN = fodp.Plan(
     sampling_rate=0.25, steps=8, lot_size=10, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, method="dp-sgd",

@@ -5,10 +5,10 @@ import math
 import pytest
 
 import fodp
-from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting.budget import Repetitions
 from fodp.accounting.composition import rdp_curve
 from fodp.accounting.renyi import epsilon_from_rdp
+from fodp.errors import BudgetError, ConfigurationError
 from fodp.tuning.search import SHAPES, calibrated, grid, statement
 
 

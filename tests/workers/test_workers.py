@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from fodp._checks import ConfigurationError
-from fodp._extras import MissingExtra
 from fodp.cli.main import main
+from fodp.errors import ConfigurationError
+from fodp.support.extras import MissingExtra
 from fodp.workers import WorkerDied, open_pool
 from workers_for_tests import die, refuse, who
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fodp import _checks
-from fodp._checks import PrivacyError
 from fodp.accounting import composition
 from fodp.accounting.composition import Tally
 from fodp.accounting.events import Phase
 from fodp.accounting.releases import Floats
 from fodp.accounting.renyi import ORDERS, RenyiAccountant, epsilon_from_rdp, release_rdp
+from fodp.errors import PrivacyError
+from fodp.support import checks
 
 _AT_ONCE = 2**16  # chances that are worked out at a time
 _MOST_RUNS = 1e6  # a mean beyond which nobody makes runs, and a number is no longer found in seconds
@@ -51,16 +51,16 @@ class RenyiBudget:
     order: float
 
     def __post_init__(self) -> None:
-        _checks.positive("the budget's epsilon", self.epsilon)
-        _checks.open_fraction("the budget's delta", self.delta)
-        if _checks.number("order", self.order) <= 1 or self.capacity <= 0:
+        checks.positive("the budget's epsilon", self.epsilon)
+        checks.open_fraction("the budget's delta", self.delta)
+        if checks.number("order", self.order) <= 1 or self.capacity <= 0:
             raise PrivacyError(f"order {self.order:g} cannot hold a budget of ({self.epsilon:g}, {self.delta:g})")
 
     @classmethod
     def suited_to(cls, phases: Sequence[Phase], epsilon: float, delta: float) -> "RenyiBudget":
         """The budget at the order that lets these phases be repeated most often; later plans must live with it."""
-        _checks.positive("the budget's epsilon", epsilon)
-        _checks.open_fraction("the budget's delta", delta)
+        checks.positive("the budget's epsilon", epsilon)
+        checks.open_fraction("the budget's delta", delta)
         # The choice of order cannot harm the guarantee, so a few of a schedule's releases will do to make it.
         frequent = Counter(dict(composition.tally(phases))).most_common(8)
         spent = RenyiAccountant()
@@ -85,7 +85,7 @@ class RenyiBudget:
 
     def epsilon_at(self, delta: float) -> float:
         """The ε that the same budget guarantees at another δ."""
-        _checks.open_fraction("delta", delta)
+        checks.open_fraction("delta", delta)
         value = self.capacity + math.log1p(-1 / self.order) - math.log(delta * self.order) / (self.order - 1)
         return max(0.0, value)
 
@@ -119,10 +119,10 @@ class Repetitions:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= _checks.number("mean", self.mean) <= _MOST_RUNS:
+        if not 1 <= checks.number("mean", self.mean) <= _MOST_RUNS:
             raise PrivacyError(f"mean must lie between 1 and {_MOST_RUNS:g}, got {self.mean!r}: make fewer runs")
         if self.shape != math.inf:
-            _checks.at_least_zero("shape", self.shape)
+            checks.at_least_zero("shape", self.shape)
 
     def draw(self) -> int:
         """A fresh number of repetitions, from the operating system's entropy. Keep it secret. Poisson may say 0.
@@ -148,7 +148,7 @@ class Repetitions:
 
     def epsilon(self, phases: Sequence[Phase], delta: float) -> float:
         """ε at δ of releasing the best of a random number of runs of these phases."""
-        return epsilon_from_rdp(self.rdp(phases), _checks.open_fraction("delta", delta))
+        return epsilon_from_rdp(self.rdp(phases), checks.open_fraction("delta", delta))
 
     def _log_chances(self, counts: npt.NDArray[np.int64]) -> Floats:
         """log Pr[K = k] for each k."""

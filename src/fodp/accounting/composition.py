@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fodp import _checks
-from fodp._checks import BudgetError, PrivacyError
-from fodp._words import in_our_words
 from fodp.accounting.events import MOST_STEPS, Event, Phase
 from fodp.accounting.loss_distributions import LossAccountant
 from fodp.accounting.releases import Accountant, Floats, Release, round_rate, rounding
 from fodp.accounting.renyi import ORDERS, RenyiAccountant
+from fodp.errors import BudgetError, PrivacyError
+from fodp.support import checks
+from fodp.support.words import in_our_words
 
 ACCOUNTANTS = ("pld", "rdp", "rdp-classic")
 """Privacy-loss distributions; Rényi with the tight conversion; Rényi with the paper's formula."""
@@ -52,7 +52,7 @@ def epsilon_curve(phases: Sequence[Phase], delta: float, accountant: str, points
     _check(delta, accountant)
     planned = sum(phase.steps for phase in phases)
     for earlier, later in zip([0, *points], points, strict=False):
-        _checks.whole("points", later, minimum=0)
+        checks.whole("points", later, minimum=0)
         if later < earlier:
             raise PrivacyError(f"points must not decrease, got {later} after {earlier}")
         if later > planned:
@@ -79,8 +79,8 @@ def epsilon_for_group(phases: Sequence[Phase], delta: float, k: int) -> float:
     those of one person may have different ones, and what they add to a round is no longer one release: there it is
     what follows from the ε of one record, whatever the mechanism.
     """
-    _checks.open_fraction("delta", delta)
-    _checks.whole("k", k)
+    checks.open_fraction("delta", delta)
+    checks.whole("k", k)
     if k > 1 and any(phase.turns > 1 for phase in phases):
         return _epsilon_of_any_group(phases, delta, k)
     return _cost(tally(phases), delta, records=k)
@@ -111,7 +111,7 @@ def epsilon_replace_one(phases: Sequence[Phase], delta: float) -> float:
     Guarantee: the run is (ε, δ)-differentially private under replace-one adjacency, which is about twice as
     strong a demand as add-or-remove. Why the pair of distributions behind it suffices: `LossAccountant`.
     """
-    _checks.open_fraction("delta", delta)
+    checks.open_fraction("delta", delta)
     return _cost(tally(phases), delta, replace=True)
 
 
@@ -194,7 +194,7 @@ def calibrate_scale(
     cost more. Releases that do not depend on x may be among the phases; if they, or anything else, keep ε
     above the target at any noise, this refuses.
     """
-    target = _checks.positive("target_epsilon", target_epsilon)
+    target = checks.positive("target_epsilon", target_epsilon)
     _check(delta, accountant)
 
     @functools.cache
@@ -252,8 +252,8 @@ def _log(value: float) -> float:
 
 
 def _check(delta: float, accountant: str) -> None:
-    _checks.open_fraction("delta", delta)
-    _checks.one_of("accountant", accountant, ACCOUNTANTS)
+    checks.open_fraction("delta", delta)
+    checks.one_of("accountant", accountant, ACCOUNTANTS)
 
 
 def _refuse_numbers(delta: float, accountant: str, **columns: Any) -> None:
@@ -262,19 +262,19 @@ def _refuse_numbers(delta: float, accountant: str, **columns: Any) -> None:
     for name, column in columns.items():
         for value in column if isinstance(column, Sequence) and not isinstance(column, str) else [column]:
             found.append(functools.partial(_NUMBERS[name], name, value))
-    _checks.together(
+    checks.together(
         *found,
-        lambda: _checks.open_fraction("delta", delta),
-        lambda: _checks.one_of("accountant", accountant, ACCOUNTANTS),
+        lambda: checks.open_fraction("delta", delta),
+        lambda: checks.one_of("accountant", accountant, ACCOUNTANTS),
     )
 
 
 _NUMBERS: dict[str, Callable[[str, Any], object]] = {
-    "noise_multiplier": _checks.positive,
-    "target_epsilon": _checks.positive,
-    "sampling_rate": _checks.fraction,
-    "beta": _checks.fraction,
-    "steps": functools.partial(_checks.whole, minimum=0, maximum=MOST_STEPS),
+    "noise_multiplier": checks.positive,
+    "target_epsilon": checks.positive,
+    "sampling_rate": checks.fraction,
+    "beta": checks.fraction,
+    "steps": functools.partial(checks.whole, minimum=0, maximum=MOST_STEPS),
 }
 
 
@@ -291,7 +291,7 @@ def _phases(noise: Numbers, rate: Numbers, steps: int | Sequence[int], beta: Num
 
 
 def _phase(noise: float, rate: float, steps: int, beta: float) -> Phase:
-    ratio = _checks.positive("noise_multiplier", noise) / _checks.fraction("beta", beta)
+    ratio = checks.positive("noise_multiplier", noise) / checks.fraction("beta", beta)
     return Phase((Event(rate, ratio),), steps)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 
-from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
+from fodp.support import checks
 
 MOST_STEPS = 10**15  # of a phase: whole numbers far beyond are no floats any more
 
@@ -23,8 +23,8 @@ class Event:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        _checks.fraction("sampling_rate", self.sampling_rate)
-        _checks.positive("noise_multiplier", self.noise_multiplier)
+        checks.fraction("sampling_rate", self.sampling_rate)
+        checks.positive("noise_multiplier", self.noise_multiplier)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Phase:
             raise PrivacyError(f"events must be a tuple of Event, got {self.events!r}")
         if not self.events:
             raise PrivacyError("events is empty: a step that releases nothing is not a step; leave the phase out")
-        _checks.whole("steps", self.steps, minimum=0, maximum=MOST_STEPS)
-        _checks.whole("turns", self.turns, maximum=MOST_STEPS)
+        checks.whole("steps", self.steps, minimum=0, maximum=MOST_STEPS)
+        checks.whole("turns", self.turns, maximum=MOST_STEPS)
 
     @property
     def times(self) -> int:
@@ -83,13 +83,13 @@ def joint(*multipliers: float) -> float:
     """
     if not multipliers:
         raise PrivacyError("joint() needs at least one noise multiplier")
-    inverse = math.hypot(*(0.0 if z == math.inf else 1 / _checks.positive("noise multiplier", z) for z in multipliers))
+    inverse = math.hypot(*(0.0 if z == math.inf else 1 / checks.positive("noise multiplier", z) for z in multipliers))
     return 1 / inverse if inverse else math.inf
 
 
 def truncate(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
     """The first `steps` steps of `phases`."""
-    _checks.whole("steps", steps, minimum=0)
+    checks.whole("steps", steps, minimum=0)
     prefix: list[Phase] = []
     left = steps
     for phase in phases:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from fodp import _checks
 from fodp.audit.mechanism import attack_mechanism
 from fodp.audit.one_run import attack_training, random_canaries
 from fodp.audit.replay import replay_neighbours
@@ -23,6 +22,7 @@ from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
 from fodp.clipping.engine import LossFunction
 from fodp.plan import Plan
 from fodp.ranks import refuse_group
+from fodp.support import checks
 
 __all__ = [
     "ATTACKS",
@@ -73,8 +73,8 @@ def audit(
     and how far it is.
     """
     refuse_group("an audit")
-    _checks.open_fraction("confidence", confidence)
-    chosen = [_checks.one_of("attack", attack, ATTACKS) for attack in attacks]
+    checks.open_fraction("confidence", confidence)
+    chosen = [checks.one_of("attack", attack, ATTACKS) for attack in attacks]
     each = 1 - (1 - confidence) / 3  # the replay is deterministic and needs no share
 
     def attack(name: str) -> Finding:

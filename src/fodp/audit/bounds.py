@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 from scipy import optimize, stats
 
-from fodp import _checks, accounting
-from fodp._checks import PrivacyError
+from fodp import accounting
 from fodp.accounting import Event, Phase
+from fodp.errors import PrivacyError
+from fodp.support import checks
 
 
 def proportion_lower(successes: int, trials: int, level: float) -> float:
@@ -77,7 +78,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
     """The largest ε that so many correct guesses of one run reject at this level."""
-    _checks.open_fraction("level", level)
+    checks.open_fraction("level", level)
 
     def rejected(epsilon: float) -> bool:
         return one_run_p_value(canaries, guesses, correct, epsilon, delta) < level

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp.audit.bounds import epsilon_at_exposure, exposure_lower
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
 from fodp.plan import Plan
+from fodp.support import checks
 
 TENSORS = 3
 CANARIES = 64  # of each direction in a step, half of them in the data
@@ -56,9 +56,9 @@ def attack_mechanism(
     moves by at most its bound, the bound exceeds the plan's ε with probability at most 1 - confidence. It is tight:
     with many trials it comes close to ε. It assumes Poisson sampling as declared, and Gaussian noise.
     """
-    _checks.open_fraction("confidence", confidence)
+    checks.open_fraction("confidence", confidence)
     wanted = min(MOST_TRIALS, math.ceil(15_000 / _promised_signal(plan, 0) ** 2)) if trials is None else trials
-    turns = math.ceil(_checks.whole("trials", wanted) / CANARIES)
+    turns = math.ceil(checks.whole("trials", wanted) / CANARIES)
     guesses = _Guesses()
     generator = torch.Generator().manual_seed(seed)
     while guesses.steps < turns:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fodp import _checks
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import MakeTrainer, columns, made, plain_trainer, rehearsal
@@ -20,6 +19,7 @@ from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.gradients import Gradients
 from fodp.plan import Plan
+from fodp.support import checks
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
 
@@ -52,7 +52,7 @@ def attack_training(
     a canary is a person. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's seed.
     The finding is computed from the data without noise: publish it only if the data is public.
     """
-    _checks.open_fraction("confidence", confidence)
+    checks.open_fraction("confidence", confidence)
     rows, candidates = columns(dataset), columns(canaries)
     count = len(candidates[0])
     coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -60,7 +60,7 @@ def attack_training(
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
     whose = range(len(rows[0])) if owners is None else owners
     names = [*(f"data {name}" for name in whose), *(f"canary {i}" for i in range(int(coins.sum())))]
-    spy = _Spy(candidates, loss_fn, max(1, plan.steps // _checks.whole("looks", looks)), progress)
+    spy = _Spy(candidates, loss_fn, max(1, plan.steps // checks.whole("looks", looks)), progress)
     trainer = made(make, copy.deepcopy(model), loss_fn, members, rehearsal(plan, seed, secure), seed, names)
     trainer.callbacks.append(spy)
     try:
@@ -156,7 +156,7 @@ def random_canaries(dataset: Any, count: int, classes: int, *, loudness: float =
     inputs, labels = columns(dataset)
     generator = torch.Generator().manual_seed(seed)
     flat = inputs.flatten(1)
-    rows = torch.randint(len(flat), (_checks.whole("count", count), flat.shape[1]), generator=generator)
+    rows = torch.randint(len(flat), (checks.whole("count", count), flat.shape[1]), generator=generator)
     mixed = loudness * flat.gather(0, rows).reshape(count, *inputs.shape[1:])
-    drawn = torch.randint(_checks.whole("classes", classes), (count,), generator=generator)
+    drawn = torch.randint(checks.whole("classes", classes), (count,), generator=generator)
     return TensorDataset(mixed, drawn.to(labels.dtype))

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fodp._extras import pyplot
-from fodp._files import atomically
 from fodp.audit.report import Finding, Report
+from fodp.support.extras import pyplot
+from fodp.support.files import atomically
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 

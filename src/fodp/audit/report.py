@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.plan import Plan
 
 Progress = Callable[[float], None]

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 from scipy import stats
 
-from fodp import _checks
 from fodp.audit.bounds import two_sided
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent
 from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
 from fodp.audit.tape import Tape, event_faults, record
 from fodp.plan import Plan
 from fodp.sampling import Lot
+from fodp.support import checks
 
 Counts = npt.NDArray[np.int64]
 
@@ -44,7 +44,7 @@ def check_sampling(
     1 - confidence at most. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's
     seed.
     """
-    _checks.open_fraction("confidence", confidence)
+    checks.open_fraction("confidence", confidence)
     rate = plan.sampling_rate
     size = min(MOST_RECORDS, max(50, math.ceil(20 / max(rate * (1 - rate), 1e-9)))) if rate < 1 else 50
     turns = steps or min(MOST_STEPS, max(200, math.ceil(40 / rate)))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fodp._checks import DataError
 from fodp.clipping.engine import LossFunction
+from fodp.errors import DataError
+from fodp.identity.repeats import EQUAL_ROWS
 from fodp.noise import keyed_from
 from fodp.plan import Plan
-from fodp.repeats import EQUAL_ROWS
 from fodp.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]

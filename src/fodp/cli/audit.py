@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._extras import MissingExtra
-from fodp._files import atomically
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
+from fodp.errors import ConfigurationError, LedgerError, PrivacyError
+from fodp.support import checks
+from fodp.support.extras import MissingExtra
+from fodp.support.files import atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,10 +49,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Attack, and say what was found."""
     config = _config(options)
-    _checks.whole("--seed", options.seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
-    _checks.whole("--canaries", options.canaries)
+    checks.whole("--seed", options.seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
+    checks.whole("--canaries", options.canaries)
     if options.trials is not None:
-        _checks.whole("--trials", options.trials)
+        checks.whole("--trials", options.trials)
 
     import torch
 

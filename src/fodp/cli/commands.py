@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from fodp._checks import PrivacyError
 from fodp.cli import audit, export, ledger, methods, privacy, train, tune
+from fodp.errors import PrivacyError
 
 GROUP = "fodp.commands"  # entry points, each a `Command`
 _OF_THE_LAB = ("reproduce", "report", "bench")

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError
-from fodp._imports import import_modules
+from fodp.accounting.sizes import completed as completed_sizes
+from fodp.accounting.sizes import steps_of, usual_delta
 from fodp.data.cards import default_rate
 from fodp.data.schema import read_schema
-from fodp.sizes import completed as completed_sizes
-from fodp.sizes import steps_of, usual_delta
+from fodp.errors import ConfigurationError, LedgerError
+from fodp.support import checks
+from fodp.support.imports import import_modules
 
 if TYPE_CHECKING:
     from fodp.data import Card, Splits
@@ -140,7 +140,7 @@ def public_numbers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _delta(said: dict[str, Any]) -> float:
-    return 1e-5 if said["public_size"] is None else usual_delta(_checks.whole("--public-size", said["public_size"]))
+    return 1e-5 if said["public_size"] is None else usual_delta(checks.whole("--public-size", said["public_size"]))
 
 
 def use_threads(options: argparse.Namespace) -> None:
@@ -148,7 +148,7 @@ def use_threads(options: argparse.Namespace) -> None:
     import torch
 
     if options.threads is not None:
-        torch.set_num_threads(_checks.whole("--threads", options.threads, maximum=4096))
+        torch.set_num_threads(checks.whole("--threads", options.threads, maximum=4096))
 
 
 def setting(item: str) -> tuple[str, Any]:
@@ -164,7 +164,7 @@ def setting(item: str) -> tuple[str, Any]:
 
 def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     """The data, and whose it is where people are protected. What is public of it is compared with the private."""
-    from fodp.private_data import refuse_private_file
+    from fodp.identity.private_data import refuse_private_file
 
     for option in ("test_data", "public_sample"):
         if option in config:
@@ -192,7 +192,7 @@ def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
 
 def _compare(config: dict[str, Any], splits: "Splits") -> None:
     """Refuse public splits that are copies of the private one."""
-    from fodp.private_data import PrivateData, declare_public
+    from fodp.identity.private_data import PrivateData, declare_public
 
     private = PrivateData(splits.train)
     test = f"--test-data {config['test_data']}" if "test_data" in config else f"the test split of {config['dataset']}"
@@ -271,8 +271,8 @@ def public_sample(config: dict[str, Any], plan: "Plan", splits: "Splits") -> dic
         return {}
     from fodp.data.loading import public_records
     from fodp.data.models import wants_flat
+    from fodp.identity.private_data import declare_public
     from fodp.options import Kronecker
-    from fodp.private_data import declare_public
 
     if not isinstance(plan.options.scaling, Kronecker):
         raise ConfigurationError("--public-sample is looked at by the shape kronecker alone: add --shape kronecker")
@@ -288,8 +288,8 @@ def make_plan(config: dict[str, Any], splits: "Splits") -> "Plan":
         return _stored_plan(config)
     card = splits.card if config.get("records_per_person") is None else _card_of_people(config, splits.card)
     batch, size = config.get("batch"), card.train_size
-    usual = card.sampling_rate if batch is None else _checks.positive("--batch", batch) / size
-    rate = _checks.fraction("--sampling-rate", config.get("sampling_rate", usual))
+    usual = card.sampling_rate if batch is None else checks.positive("--batch", batch) / size
+    rate = checks.fraction("--sampling-rate", config.get("sampling_rate", usual))
     public: dict[str, Any] = dict(
         sampling_rate=rate,
         steps=steps_of(config["epochs"], rate, "--epochs"),
@@ -325,7 +325,7 @@ def _unit(config: dict[str, Any]) -> dict[str, Any]:
 def _card_of_people(config: dict[str, Any], card: "Card") -> "Card":
     """The public numbers with people in place of records: rates and lots are theirs."""
     if "assume_people" in config:
-        people = _checks.whole("--assume-people", config["assume_people"])
+        people = checks.whole("--assume-people", config["assume_people"])
         return replace(card, train_size=people, sampling_rate=default_rate(people))
     if {"sampling_rate", "lot_size"} - config.keys():
         raise ConfigurationError(
@@ -349,7 +349,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
     for name, value in {**numbers, "steps": steps_of(config["epochs"], plan.sampling_rate, "--epochs")}.items():
         if value != getattr(plan, name):
             raise LedgerError(
-                f"the run's configuration says {name} {_checks.shown(value)}, its plan {getattr(plan, name)}: restore "
+                f"the run's configuration says {name} {checks.shown(value)}, its plan {getattr(plan, name)}: restore "
                 "a copy of it"
             )
     params = said_params(config)
@@ -358,7 +358,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
     left = {name for choice in said.algorithm.candidates(said) for name in choice if params.get(name, "") is None}
     if replace(said, params={**said.params, **{name: plan.params[name] for name in left}}) != plan:
         raise LedgerError(
-            f"the run's configuration says {_checks.shown(params)}, its plan something else: restore a copy of it"
+            f"the run's configuration says {checks.shown(params)}, its plan something else: restore a copy of it"
         )
     return plan
 
@@ -367,6 +367,6 @@ def said_params(config: dict[str, Any]) -> dict[str, Any]:
     """Parameters of the method, of which the learning rate and the shape have options of their own."""
     params = config.get("set", {})
     if not isinstance(params, dict):
-        raise LedgerError(f"the run's configuration says set {_checks.shown(params)}: restore a copy of it")
+        raise LedgerError(f"the run's configuration says set {checks.shown(params)}: restore a copy of it")
     shape = {"shape": setting(f"shape={config['shape']}")[1]} if "shape" in config else {}
     return {**params, **shape, **({"lr": config["lr"]} if "lr" in config else {})}

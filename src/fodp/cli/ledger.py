@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import BudgetError, ConfigurationError, LedgerError
-from fodp._files import is_address
 from fodp.cli.job import add_import
+from fodp.errors import BudgetError, ConfigurationError, LedgerError
+from fodp.support import checks
+from fodp.support.files import is_address
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -205,7 +205,7 @@ def _select(options: argparse.Namespace, path: Path | str) -> int:
     from fodp.ledger import Ledger
     from fodp.plan import UNITS
 
-    _checks.one_of("--unit", options.unit, UNITS)
+    checks.one_of("--unit", options.unit, UNITS)
     repetitions = Repetitions(options.mean, options.shape)
     phases = public_plan(options, noise_multiplier=options.noise_multiplier).events()
     refuse_unguarded(path, options.dataset_name, options.budget, options.no_budget)

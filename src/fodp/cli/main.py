@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fodp
-from fodp import _words
-from fodp._checks import ConfigurationError, PrivacyError
-from fodp._imports import import_modules
 from fodp.cli._malloc import keep_freed_memory
+from fodp.errors import ConfigurationError, PrivacyError
+from fodp.support import words
+from fodp.support.imports import import_modules
 
 _UNEXPECTED = 70  # sysexits.h: an internal software error; 1 would say that an audit found a violation
 
@@ -48,8 +48,8 @@ def _in_our_words(message: str) -> str:
     """Of options that other libraries have: what they are here."""
     if not message.startswith("unrecognized"):
         return ""
-    words = re.findall(r"--([a-z][\w-]*)", message)
-    here = [f"--{word} is {name} here" for word in words if (name := _words.option(word)) is not None]
+    foreign = re.findall(r"--([a-z][\w-]*)", message)
+    here = [f"--{word} is {name} here" for word in foreign if (name := words.option(word)) is not None]
     return f": {'; '.join(here)}" if here else ""
 
 

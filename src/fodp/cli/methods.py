@@ -23,9 +23,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the table."""
     rows = method_rows()
     if options.name is not None:
-        from fodp import _checks
+        from fodp.support import checks
 
-        _checks.one_of("NAME", options.name, [row["name"] for row in rows])
+        checks.one_of("NAME", options.name, [row["name"] for row in rows])
         rows = [row for row in rows if row["name"] == options.name]
     if options.json:
         print(json.dumps(rows))

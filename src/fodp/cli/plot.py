@@ -3,8 +3,8 @@
 import csv
 from pathlib import Path
 
-from fodp._extras import pyplot
-from fodp._files import atomically
+from fodp.support.extras import pyplot
+from fodp.support.files import atomically
 
 
 def plot_accuracy(metrics: Path, out: Path, title: str) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fodp import accounting
-from fodp._checks import ConfigurationError
-from fodp._extras import need
 from fodp.accounting import ACCOUNTANTS, Event, Phase
 from fodp.cli.job import add_import, public_numbers, public_plan
 from fodp.cli.waiting import slow_note
 from fodp.described import Described
+from fodp.errors import ConfigurationError
+from fodp.support.extras import need
 
 EPILOG = """examples:
   fodp epsilon --noise-multiplier 1.1 --sampling-rate 0.04 --steps 6250 --beta 0.9

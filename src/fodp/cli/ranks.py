@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp.errors import ConfigurationError, PrivacyError
+from fodp.support import checks
 
 if TYPE_CHECKING:
     from fodp.ranks import Processes
@@ -23,7 +23,7 @@ class Silent(SystemExit):
 @contextlib.contextmanager
 def joined(seconds: float | None) -> Iterator["Processes | None"]:
     """The ranks of this command; None, without loading PyTorch, unless torchrun or the like has started several."""
-    wait = SECONDS if seconds is None else _checks.positive("--rank-timeout", seconds)
+    wait = SECONDS if seconds is None else checks.positive("--rank-timeout", seconds)
     count = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or count == "1":
         yield None

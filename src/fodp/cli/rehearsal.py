@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import ConfigurationError
-from fodp._imports import one_line
 from fodp.clipping.buffers import KeptBuffers
 from fodp.clipping.findings import refuse_errors
 from fodp.data.cards import Card
 from fodp.data.models import loss_for, wants_flat
+from fodp.errors import ConfigurationError
+from fodp.support.imports import one_line
 
 
 def rehearse(name: str, model: nn.Module, card: Card) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import fodp
-from fodp._checks import LedgerError, PrivacyError
 from fodp.cli.ledger import parse_budget
+from fodp.errors import LedgerError, PrivacyError
 
 if TYPE_CHECKING:
     from fodp.data import Splits

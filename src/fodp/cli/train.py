@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fodp
-from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, public_sample, use_threads
 from fodp.cli.ledger import parse_budget, with_ledger
 from fodp.cli.ranks import joined
+from fodp.errors import ConfigurationError, LedgerError, PrivacyError
+from fodp.support import checks
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -138,18 +138,18 @@ def _fresh_name() -> Path:
 def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Processes | None") -> int:
     import torch
 
-    from fodp import _devices
     from fodp.cli.rehearsal import rehearse
     from fodp.data.models import build, loss_for, source_code
     from fodp.ranks import ALONE
     from fodp.state.ledgers import seed_mark
+    from fodp.support import devices
     from fodp.trainer import Trainer
     from fodp.training.callbacks import Checkpoint, CSVLog, Progress
     from fodp.training.scores import accuracy
 
     ranks = ranks or ALONE
     use_threads(options)
-    device = _devices.named(config.get("device", "cpu"))  # the run's own: seeded noise differs from one to another
+    device = devices.named(config.get("device", "cpu"))  # the run's own: seeded noise differs from one to another
     splits = load_data(config, options)
     plan = make_plan(config, splits)
     _tell_large_delta(plan.delta, config.get("assume_people", splits.card.train_size))
@@ -250,7 +250,7 @@ def _augmenting(config: dict[str, Any], splits: "Splits") -> dict[str, Any]:
     """The Trainer's words for --augment and --copies."""
     from fodp.data.augmentations import augmentation
 
-    copies = _checks.whole("--copies", config.get("copies", 1), maximum=_MOST_COPIES)
+    copies = checks.whole("--copies", config.get("copies", 1), maximum=_MOST_COPIES)
     if "augment" in config:
         return dict(augment=augmentation(config["augment"], splits.card), copies=copies)
     if copies > 1:
@@ -263,7 +263,7 @@ def _scoring(config: dict[str, Any], splits: "Splits") -> "list[Callback]":
     from fodp.training.callbacks import EarlyStopping, Evaluate
     from fodp.training.scores import squared_error
 
-    _checks.whole("--eval-every", config["eval_every"])
+    checks.whole("--eval-every", config["eval_every"])
     patience = config.get("early_stopping")
     if not len(splits.test):
         if patience is not None:
@@ -367,9 +367,9 @@ def _resume(trainer: "Trainer", folder: "RunFolder", config: dict[str, Any]) -> 
 
 def _conclude(options: argparse.Namespace, folder: Any, plan: "Plan", result: dict[str, Any], statement: str) -> None:
     """Write and print what came out; all of it states one ε."""
-    from fodp._extras import MissingExtra
     from fodp.accounting import rounded_up
     from fodp.cli.plot import plot_accuracy
+    from fodp.support.extras import MissingExtra
 
     text = sys.stderr if options.json else sys.stdout
     if result["reason"] == "interrupted" and not result["steps"]:
@@ -454,17 +454,17 @@ def _refuse_odd_options(config: dict[str, Any], options: argparse.Namespace) -> 
             find(config["method"]).from_dict(said_params(config))
 
     numbers: dict[str, Callable[[str, Any], object]] = {
-        "epochs": _checks.positive,
-        "sampling_rate": _checks.fraction,
-        "target_epsilon": _checks.positive,
-        "eval_every": _checks.whole,
-        "early_stopping": _checks.whole,
-        "microbatch": _checks.whole,
-        "copies": lambda name, value: _checks.whole(name, value, maximum=_MOST_COPIES),
+        "epochs": checks.positive,
+        "sampling_rate": checks.fraction,
+        "target_epsilon": checks.positive,
+        "eval_every": checks.whole,
+        "early_stopping": checks.whole,
+        "microbatch": checks.whole,
+        "copies": lambda name, value: checks.whole(name, value, maximum=_MOST_COPIES),
     }
     mine = {name: config[name] for name in numbers if config.get(name) is not None}
     of_the_plan = {name: value for name, value in config.items() if name not in numbers and value is not None}
-    _checks.together(
+    checks.together(
         privacy,
         *(partial(numbers[name], f"--{name.replace('_', '-')}", value) for name, value in mine.items()),
         *field_checks(of_the_plan),
@@ -489,7 +489,7 @@ def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(stored.keys() - vars(options).keys() - _OF_THE_RUN)
     if unknown:
         raise LedgerError(
-            f"the configuration in {options.out} says {_checks.shown(unknown[0])}, which no run knows: restore a copy "
+            f"the configuration in {options.out} says {checks.shown(unknown[0])}, which no run knows: restore a copy "
             "of it"
         )
     if options.ledger is not None:

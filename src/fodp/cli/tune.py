@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, setting
 from fodp.cli.ledger import with_ledger
+from fodp.errors import ConfigurationError
+from fodp.support import checks
 
 if TYPE_CHECKING:
     from fodp.data import Splits
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from fodp.workers import open_pool
 
     if options.jobs is not None:
-        _checks.whole("--jobs", options.jobs, maximum=4096)
+        checks.whole("--jobs", options.jobs, maximum=4096)
     folder = RunFolder(options.out)
     config = _stored_config(options, folder) if options.resume else _new_config(options)
     splits = load_data(config, argparse.Namespace(data_dir=config.get("data_dir"), quiet=True))
@@ -142,8 +142,8 @@ def _stored_config(options: argparse.Namespace, folder: "RunFolder") -> dict[str
             value = _varied({"vary": value})
         if stored.get(name) != value:
             raise ConfigurationError(
-                f"the search in {folder.path} has --{name.replace('_', '-')} {_checks.shown(stored.get(name))}, not "
-                f"{_checks.shown(value)}: leave the option out to resume, or search in another folder"
+                f"the search in {folder.path} has --{name.replace('_', '-')} {checks.shown(stored.get(name))}, not "
+                f"{checks.shown(value)}: leave the option out to resume, or search in another folder"
             )
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; a charge that is not in there is made
@@ -167,16 +167,16 @@ def _search(config: dict[str, Any], splits: "Splits") -> "Search":
     from fodp.accounting.budget import Repetitions
     from fodp.tuning.search import SHAPES, calibrated, grid
 
-    _checks.one_of("--distribution", config["distribution"], tuple(SHAPES))
-    repetitions = Repetitions(_checks.number("--runs", config["runs"]), SHAPES[config["distribution"]])
-    target = _checks.positive("--target-epsilon", config["target_epsilon"])
+    checks.one_of("--distribution", config["distribution"], tuple(SHAPES))
+    repetitions = Repetitions(checks.number("--runs", config["runs"]), SHAPES[config["distribution"]])
+    target = checks.positive("--target-epsilon", config["target_epsilon"])
     plans = [_candidate(config, splits, values) for values in grid(config["vary"])]
     fraction = config.get("subsample")
     if fraction is None:
         return calibrated(plans, repetitions, target)
-    _checks.open_fraction("--subsample", fraction)
+    checks.open_fraction("--subsample", fraction)
     share = config.get("search_epsilon", _SEARCH_SHARE * target)
-    if not 0 < _checks.number("--search-epsilon", share) < target:
+    if not 0 < checks.number("--search-epsilon", share) < target:
         raise ConfigurationError(f"--search-epsilon must lie between 0 and the target {target:g}, got {share:g}")
     small = [replace(plan, lot_size=max(1.0, round(plan.lot_size * fraction))) for plan in plans]
     return calibrated(small, repetitions, target, fraction=fraction, final=plans, search_target=share)

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.clipping.batches import Batch
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.findings import Finding, seen_from_outside, summed_up
+from fodp.errors import ConfigurationError
+from fodp.support import checks
 
 _PATHS = {
     "layers": ("gradients come from layer rules", "nothing is faster"),
@@ -83,7 +83,7 @@ def fix(model: nn.Module, *, norms: str = "group") -> list[str]:
         >>> fodp.check(model)
         []
     """
-    _checks.one_of("norms", norms, ("group", "frozen"))
+    checks.one_of("norms", norms, ("group", "frozen"))
     changed = []
     for name, module in list(model.named_modules()):
         found = _replacement(module, norms)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
-from fodp._looks import Looks
 from fodp.clipping.batches import Batch, Keyed, batch_size, joined, plain, take, tensors
 from fodp.draws import Site, Unkeyable
+from fodp.errors import ConfigurationError
+from fodp.support import checks
+from fodp.support.looks import Looks
 
 Augment = Callable[[Batch], Batch]
 
@@ -110,7 +110,7 @@ class Augmentation:
 
     def _go_alone(self, reason: str) -> None:
         self._site.alone = True
-        _checks.warn(
+        checks.warn(
             f"augment is given one record at a time, which is slow: {reason}. It should treat every row by itself, in "
             "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)"
         )

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp._checks import DataError
-from fodp._forms import Ragged, leaves, mapped, rebuilt
 from fodp.draws import Source
+from fodp.errors import DataError
+from fodp.support.forms import Ragged, leaves, mapped, rebuilt
 
 Batch = Any
 
@@ -160,7 +160,7 @@ def _columns(batch: Batch) -> Iterator[Tensor | Ragged]:
     """What has a row or an item for each example.
 
     Numbers and texts by name are constants. In a list they may be one for each example, which only a list that is known
-    to be such (`fodp._forms.Ragged`) may hold: rows of others could not be taken.
+    to be such (`fodp.support.forms.Ragged`) may hold: rows of others could not be taken.
     """
     if isinstance(batch, Tensor | Ragged):
         yield batch

@@ -6,9 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import PrivacyError
 from fodp.clipping.reach import modules_of as modules_of
 from fodp.clipping.remembered import KeptOutside, Outside
+from fodp.errors import PrivacyError
 
 
 class KeptBuffers:

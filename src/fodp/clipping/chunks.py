@@ -7,17 +7,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import PrivacyError
 from fodp.clipping.batches import Batch, batch_size, rows_at_once, sizes_of, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.segments import Ragged
 from fodp.clipping.layers.uses import HELD_ENTRIES, Dense, Outer, Use
 from fodp.clipping.maps import Kronecker
 from fodp.clipping.norms import norms_of
+from fodp.errors import PrivacyError
 from fodp.gradients import HERE, Points
 from fodp.layout import Layout
 from fodp.queries import Factor
+from fodp.support import checks
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Chunks:
     _kept: list["UsesChunk"] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _checks.whole("copies", self.copies)
+        checks.whole("copies", self.copies)
         if self.microbatch is not None:
-            _checks.whole("microbatch", self.microbatch)
+            checks.whole("microbatch", self.microbatch)
 
     def __iter__(self) -> Iterator["UsesChunk"]:
         """Norms and sums are in full precision while this is gone through."""
@@ -118,7 +118,7 @@ class Chunks:
             return [1.0] * len(self.engine.layout.names)
         if len(self.factors) != len(self.engine.layout.names):
             raise PrivacyError(f"{len(self.factors)} factors for {len(self.engine.layout.names)} parameters")
-        return [f if isinstance(f, Kronecker) else _checks.positive("a factor", f) for f in self.factors]
+        return [f if isinstance(f, Kronecker) else checks.positive("a factor", f) for f in self.factors]
 
 
 @dataclass(frozen=True)

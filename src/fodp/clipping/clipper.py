@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import PrivacyError
 from fodp.clipping.batches import Batch, Keyed, batch_size
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.draws import Source
+from fodp.errors import PrivacyError
 from fodp.gradients import Gradients
 from fodp.noise import Streams
 

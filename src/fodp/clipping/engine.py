@@ -20,9 +20,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fodp import _checks
-from fodp._checks import PrivacyError
-from fodp._looks import Looks, is_rare
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
 from fodp.clipping.fallback import Unseparable
@@ -37,8 +34,11 @@ from fodp.clipping.recording import Layers, Recording
 from fodp.clipping.remembered import Outside
 from fodp.clipping.watching import Plan, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
+from fodp.errors import PrivacyError
 from fodp.gradients import HERE, Points
 from fodp.layout import Layout
+from fodp.support import checks
+from fodp.support.looks import Looks, is_rare
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 
@@ -316,7 +316,7 @@ class Engine:
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True
-        _checks.warn(
+        checks.warn(
             f"per-example gradients run one example at a time, which is slow: {reason}. Layers must keep the "
             "examples apart, in their first dimension, and parameters be used by their own modules only"
         )

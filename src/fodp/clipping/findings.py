@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
+from fodp.support.checks import shown
 
 _EXAMPLE = """write
 

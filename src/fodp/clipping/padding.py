@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fodp._checks import DataError
-from fodp._forms import Ragged, leaves
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, doubled
 from fodp.clipping.engine import Engine
 from fodp.draws import Source
+from fodp.errors import DataError
+from fodp.support.forms import Ragged, leaves
 
 LOTS_COMPARED = 4  # first lots whose records are collated alone too
 _READ_ALONE = 16  # records of a lot
@@ -27,7 +27,7 @@ ADVICE = (
 
 
 class Collating(Protocol):
-    """What is asked of `fodp.sampling.Fetcher`."""
+    """What is asked of `fodp.lots.reading.Fetcher`."""
 
     batched_by: str | None
 

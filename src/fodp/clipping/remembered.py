@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import PrivacyError
 from fodp.clipping.reach import Holder, Reached, reached
+from fodp.errors import PrivacyError
 
 _COPIED = 2**12  # entries of tensors that are compared by value in every step, larger ones by PyTorch's own count
 _FAR = 10**6  # how often over a number is moved on

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import PrivacyError
 from fodp.clipping.batches import (
     Batch,
     Keyed,
@@ -36,6 +35,7 @@ from fodp.clipping.fallback import Unseparable
 from fodp.clipping.loss_form import refuse_joint
 from fodp.clipping.remembered import WAY_OUT, Values, changes, read_by_others
 from fodp.draws import Source
+from fodp.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fodp.clipping.engine import Engine

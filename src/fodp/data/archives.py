@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import DataError
-from fodp._extras import need
+from fodp.errors import DataError
+from fodp.support.extras import need
 
 
 @dataclass(frozen=True)

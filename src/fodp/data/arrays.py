@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from fodp._checks import DataError, PrivacyError
 from fodp.data.cards import Card
+from fodp.errors import DataError, PrivacyError
 
 
 class Arrays(NamedTuple):

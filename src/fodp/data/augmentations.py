@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.data.cards import Card
+from fodp.errors import ConfigurationError
+from fodp.support import checks
 
 AUGMENTATIONS = ("standard", "crop", "flip", "crop+flip")
 
@@ -50,7 +50,7 @@ class ImageAugmentation:
                 f"images have a shape (channels, height, width), and these records {tuple(self.shape)}: leave the "
                 "augmentation out, or write one of your own"
             )
-        _checks.whole("padding", self.padding, minimum=0, maximum=min(self.shape[1:]) - 1)
+        checks.whole("padding", self.padding, minimum=0, maximum=min(self.shape[1:]) - 1)
 
     def __call__(self, batch: Any) -> Any:
         """The batch with other images."""
@@ -67,7 +67,7 @@ def augmentation(name: str, card: Card) -> ImageAugmentation:
     standard: crop, and flip where the card says that a mirror image is of the same class (not of digits). A crop moves
     by up to an eighth of a side: 4 pixels of 32.
     """
-    _checks.one_of("augment", name, AUGMENTATIONS)
+    checks.one_of("augment", name, AUGMENTATIONS)
     if card.schema is not None or len(card.shape) != 3:
         raise ConfigurationError(
             f"--augment {name} is for images (channels, height, width), and {card.name} has records of shape "

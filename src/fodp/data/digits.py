@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from fodp._extras import need
 from fodp.data.arrays import Arrays
+from fodp.support.extras import need
 
 
 def read() -> Arrays:

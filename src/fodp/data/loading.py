@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fodp._checks import ConfigurationError, DataError, whole
 from fodp.data.cards import CARDS, Card, own_card
+from fodp.errors import ConfigurationError, DataError
+from fodp.support.checks import whole
 
 if TYPE_CHECKING:  # so that asking for a card, or for --help, does not wait for torch
     from torch import Tensor

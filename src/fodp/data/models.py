@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fodp._checks import ConfigurationError, shown
-from fodp._imports import current_directory_importable, one_line
 from fodp.data.cards import Card
+from fodp.errors import ConfigurationError
+from fodp.support.checks import shown
+from fodp.support.imports import current_directory_importable, one_line
 
 Batch = tuple[Tensor, Tensor]  # images and labels
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fodp._checks import DataError
 from fodp.data.arrays import Arrays, reading
+from fodp.errors import DataError
 
 CHANNELS = (1, 3, 4)  # grey, colour, colour with transparency
 

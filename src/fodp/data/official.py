@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fodp._checks import DataError
 from fodp.data.archives import ARCHIVES, Archive
 from fodp.data.arrays import Arrays
+from fodp.errors import DataError
 
 # Data set: training members, test member, key of the labels.
 _CIFAR = {

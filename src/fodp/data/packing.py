@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fodp import _checks
-from fodp._checks import DataError
+from fodp.errors import DataError
+from fodp.support import checks
 
 
 def unpack(
@@ -51,7 +51,7 @@ def unpack(
             "tokens and segments must both have the shape (rows, length), got "
             f"{tuple(tokens.shape)} and {tuple(segments.shape)}"
         )
-    width = tokens.shape[1] if length is None else _checks.whole("length", length)
+    width = tokens.shape[1] if length is None else checks.whole("length", length)
     named = owners.tolist() if isinstance(owners, Tensor) else list(owners)
     flat = segments.flatten().long()
     inside = flat >= 0

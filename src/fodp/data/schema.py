@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
+from fodp.support import checks
+from fodp.support.checks import shown
 
 MOST_VALUES = 10_000  # each is an input of the model
 
@@ -99,7 +100,7 @@ def read_schema(source: "Schema | Mapping[str, Any] | str | Path") -> Schema:
     return Schema(
         tuple(_column(str(name), column, where) for name, column in columns.items()),
         tuple(text.strip() for text in missing),
-        None if size is None else _checks.whole(f"public_size of {where}", size),
+        None if size is None else checks.whole(f"public_size of {where}", size),
         owner,
     )
 
@@ -130,10 +131,10 @@ def _column(name: str, content: Any, where: str) -> Column:
         bounds = content["bounds"]
         if not isinstance(bounds, list | tuple) or len(bounds) != 2:
             raise ConfigurationError(f"bounds of {at} must be [low, high], got {shown(bounds)}")
-        low, high = (_checks.number(f"bounds of {at}", bound) for bound in bounds)
+        low, high = (checks.number(f"bounds of {at}", bound) for bound in bounds)
         if not low < high or not math.isfinite(high - low):
             raise ConfigurationError(f"bounds of {at} must have a low below a high, got {shown(bounds)}")
-        return Column(name, (low, high), fill=None if fill is None else _checks.number(f"fill of {at}", fill))
+        return Column(name, (low, high), fill=None if fill is None else checks.number(f"fill of {at}", fill))
     if not isinstance(content["values"], list | tuple) or not 0 < len(content["values"]) <= MOST_VALUES:
         raise ConfigurationError(f"values of {at} must be a list of categories, got {shown(content['values'])}")
     values = tuple(text_of(value) for value in content["values"])

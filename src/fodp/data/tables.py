@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, shown
 from fodp.data.cards import Card, own_card
 from fodp.data.loading import Splits, refuse_other_kind
 from fodp.data.schema import Column, Schema, read_schema, text_of
+from fodp.errors import ConfigurationError, DataError
+from fodp.support import checks
+from fodp.support.checks import shown
 
 Cells = Sequence[Any]  # of one column; None is a missing cell
 
@@ -51,7 +52,7 @@ def from_table(
     """
     public = read_schema(schema)
     inputs, goal = public.split(target)
-    size = public.public_size if public_size is None else _checks.whole("public_size", public_size)
+    size = public.public_size if public_size is None else checks.whole("public_size", public_size)
     if size is None:
         raise ConfigurationError(
             "state the public size of the table, as public_size in the schema or as an argument (--assume-size): "

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fodp._checks import PrivacyError
 from fodp.draws.answers import ANSWERS, bernoulli_, may_draw
 from fodp.draws.generators import Marks, foreign_seeded, foreign_state, generators_kept, restore_foreign
 from fodp.draws.source import Source, Unkeyable, Words
+from fodp.errors import PrivacyError
 
 Result = TypeVar("Result")
 

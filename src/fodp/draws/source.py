@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 Words = npt.NDArray[np.uint32]
 

@@ -7,7 +7,7 @@ optimizer's step a private release. It takes the extra `lightning`; docs/lightni
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from fodp._extras import need
+from fodp.support.extras import need
 
 need("lightning", "fodp.integrations.lightning", extra="lightning")
 
@@ -28,18 +28,18 @@ from torch import Tensor, nn  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate  # noqa: E402
 
-from fodp import _checks  # noqa: E402
-from fodp._checks import ConfigurationError  # noqa: E402
-from fodp._words import in_our_words  # noqa: E402
 from fodp.accounting import RunningEpsilon  # noqa: E402
+from fodp.errors import ConfigurationError  # noqa: E402
+from fodp.identity.private_data import refuse_private  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
-from fodp.private_data import refuse_private  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.sources.beside import KeptModule  # noqa: E402
 from fodp.state.ledgers import refuse_other_ledger  # noqa: E402
 from fodp.state.published import privacy_card, stated_epsilon  # noqa: E402
+from fodp.support import checks  # noqa: E402
+from fodp.support.words import in_our_words  # noqa: E402
 from fodp.training.fitting import refuse_plateau  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
@@ -137,7 +137,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         public_state: Iterable[str] = (),
     ):
         if not isinstance(plan, Plan):
-            raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {_checks.shown(plan)}")
+            raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {checks.shown(plan)}")
         refuse_other_ledger(ledger)
         if plan.options.average is not None:
             raise ConfigurationError(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fodp._extras import need
+from fodp.support.extras import need
 
 need("opacus", "fodp.integrations.opacus", extra="opacus")
 
@@ -20,14 +20,16 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler  # noqa: 
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, default_collate  # noqa: E402
 
-from fodp import _checks, accounting  # noqa: E402
-from fodp._checks import ConfigurationError, shown  # noqa: E402
+from fodp import accounting  # noqa: E402
 from fodp.accounting import Event, Phase, truncate  # noqa: E402
+from fodp.errors import ConfigurationError  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.state.ledgers import fingerprint_of, refuse_other_ledger  # noqa: E402
+from fodp.support import checks  # noqa: E402
+from fodp.support.checks import shown  # noqa: E402
 
 
 class _Charge(NamedTuple):
@@ -90,7 +92,7 @@ def from_opacus(
     past = history(accountant)
     _refuse_shuffled(data_loader)
     if sampling_rate is None or lot_size is None:
-        _checks.warn(
+        checks.warn(
             "Opacus has computed sample_rate and expected_batch_size from the size of the private data, and whether "
             "one record is there is what privacy hides: declare sampling_rate= and lot_size= as public numbers"
         )

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from fodp._checks import ConfigurationError, LedgerError, listed
-from fodp._extras import need
-from fodp._words import unknown
+from fodp.errors import ConfigurationError, LedgerError
+from fodp.identity.private_data import refuse_private
 from fodp.integrations._hugging_face import arguments, card, processes
 from fodp.integrations._hugging_face.losses import RowLoss
 from fodp.ledger import Ledger
 from fodp.plan import Plan
-from fodp.private_data import refuse_private
 from fodp.state.ledgers import refuse_other_ledger
+from fodp.support.checks import listed
+from fodp.support.extras import need
+from fodp.support.words import unknown
 from fodp.trainer import Result
 from fodp.trainer import Trainer as Private
 from fodp.training.callbacks import Callback

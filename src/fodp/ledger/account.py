@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from fodp._checks import LedgerError
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.releases import Floats
+from fodp.errors import LedgerError
 from fodp.ledger.replays import TAKEN_OVER, ReleaseLog
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fodp._checks import BudgetError, DataError, LedgerError
 from fodp.accounting import Phase, rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.releases import Floats
+from fodp.errors import BudgetError, DataError, LedgerError
 from fodp.ledger.fingerprint import comparable
 from fodp.ledger.holds import NoRoom, told
 from fodp.ledger.rows import UNNAMED

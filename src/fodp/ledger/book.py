@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 import fodp
-from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError
 from fodp.accounting import Phase, phases_to_data
 from fodp.accounting.budget import RenyiBudget, Repetitions
 from fodp.accounting.releases import Floats
 from fodp.accounting.renyi import ORDERS
+from fodp.errors import ConfigurationError, LedgerError
 from fodp.ledger.account import Account
 from fodp.ledger.admission import Admission, Spending
 from fodp.ledger.holds import Hold, Queue, holds
 from fodp.ledger.replays import Left, left_behind, to_data
 from fodp.ledger.rows import UNNAMED, DataState, Entry
 from fodp.ledger.store import Store
+from fodp.support import checks
 
 _LARGE_DELTA = 1e-3  # hardly meant
 DATASETS = 20  # that are looked at unless all are asked for
@@ -65,12 +65,12 @@ class Ledger:
                 raise ConfigurationError("a budget belongs to a data set: name it (dataset=, --dataset-name)")
             if not isinstance(budget, tuple | list) or len(budget) != 2:
                 raise ConfigurationError(
-                    f"budget is a pair (epsilon, delta), such as (3, 1e-5), got {_checks.shown(budget)}: an epsilon "
+                    f"budget is a pair (epsilon, delta), such as (3, 1e-5), got {checks.shown(budget)}: an epsilon "
                     "without its delta says nothing"
                 )
-            _checks.positive("the budget's epsilon", budget[0])
-            if _checks.open_fraction("the budget's delta", budget[1]) > _LARGE_DELTA:
-                _checks.warn(
+            checks.positive("the budget's epsilon", budget[0])
+            if checks.open_fraction("the budget's delta", budget[1]) > _LARGE_DELTA:
+                checks.warn(
                     f"the budget's delta {budget[1]:g} is above {_LARGE_DELTA:g}: publishing that share of the records "
                     "as they are would satisfy it. Take a tenth of one over a public guess of their number"
                 )

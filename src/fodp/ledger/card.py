@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fodp import _checks, accounting
+from fodp import accounting
 from fodp.accounting import Phase, phases_from_data, rounded_up
 from fodp.accounting.budget import RenyiBudget
 from fodp.accounting.renyi import epsilon_from_rdp
@@ -17,6 +17,7 @@ from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated
 from fodp.ledger.holds import when
 from fodp.ledger.rows import DataState, Entry
+from fodp.support import checks
 
 ON_A_PAGE = 25  # runs of each data set
 Record = dict[str, Any]
@@ -43,7 +44,7 @@ def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -
     Reads no more than it shows, however large the ledger is.
     """
     if page is not None:
-        _checks.at_least_zero("page", page - 1)
+        checks.at_least_zero("page", page - 1)
     store = ledger.store
     found: Iterable[tuple[str, DataState]] = itertools.islice(store.datasets(), None if page is None else DATASETS)
     records = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import LedgerError
+from fodp.errors import LedgerError
 from fodp.ledger.rows import RESTORE, Header, Raw
 
 FOUND_BY = ("by_dataset", "by_run", "by_mark")

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from fodp._checks import LedgerError
-from fodp._files import atomically
+from fodp.errors import LedgerError
+from fodp.support.files import atomically
 
 _KIND = b"the name of this key, 2"  # marks made in another way are not comparable
 

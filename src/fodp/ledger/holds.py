@@ -6,11 +6,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NamedTuple, TypeVar
 
-from fodp import _checks
-from fodp._checks import BudgetError
 from fodp.accounting.budget import RenyiBudget
+from fodp.errors import BudgetError
 from fodp.ledger.rows import Entry, RunState
 from fodp.ledger.store import Store
+from fodp.support import checks
 
 Result = TypeVar("Result")
 _SHOWN, _BACK = 3, 2000  # holders that a message names, and rows in which it looks for them
@@ -83,7 +83,7 @@ class Queue:
 
     def __init__(self, seconds: float):
         if seconds != math.inf:
-            _checks.at_least_zero("wait", seconds)
+            checks.at_least_zero("wait", seconds)
         self._seconds = seconds
         self.tell: Callable[[str], object] = lambda text: None
 

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from fodp._checks import LedgerError
-from fodp._files import atomically
+from fodp.errors import LedgerError
 from fodp.ledger.fingerprint import secret_file
+from fodp.support.files import atomically
 
 
 class Mark(NamedTuple):

@@ -7,7 +7,7 @@ transaction here too. The two ways to look for a row are a column and an express
 import secrets
 from typing import Any
 
-from fodp._checks import ConfigurationError, LedgerError
+from fodp.errors import ConfigurationError, LedgerError
 from fodp.ledger.database import FOUND_BY, Database
 from fodp.ledger.rows import Header, NoLedger
 

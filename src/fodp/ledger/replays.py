@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fodp._checks import LedgerError
-from fodp._files import is_still
+from fodp.errors import LedgerError
 from fodp.ledger.rows import Entry
 from fodp.ledger.store import Store
+from fodp.support.files import is_still
 
 _SIZE = 8  # bytes of a hash, and of a step's number
 _RECORD = 3 * _SIZE  # of the file: step, hash, and a checksum of both

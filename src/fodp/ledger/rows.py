@@ -12,7 +12,7 @@ from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fodp._checks import LedgerError
+from fodp.errors import LedgerError
 
 UNNAMED = "unnamed data of run "
 RESTORE = (

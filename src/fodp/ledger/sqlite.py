@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fodp._checks import LedgerError
-from fodp._files import atomically
+from fodp.errors import LedgerError
 from fodp.ledger.database import FOUND_BY, Database
 from fodp.ledger.rows import RESTORE, Header, NoLedger
+from fodp.support.files import atomically
 
 VERSION = 3
 _COLUMNS = (

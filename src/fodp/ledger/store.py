@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import LedgerError, PrivacyError
-from fodp._files import is_address
-from fodp._forks import Owner
+from fodp.errors import LedgerError, PrivacyError
 from fodp.ledger.database import Database
 from fodp.ledger.mark import Mark, mark_path, read_mark, write_mark
 from fodp.ledger.postgres import PostgresRows
 from fodp.ledger.rows import RESTORE, DataState, Entry, Raw, RunState, mark_of, moved, states_after
 from fodp.ledger.sqlite import SQLiteRows
+from fodp.support.files import is_address
+from fodp.support.forks import Owner
 
 _AT_ONCE = 2000  # rows
 _NEWEST = 100  # rows whose chain is followed on opening: all of a small ledger, some milliseconds of a large one

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.memory.passes import Floats
 from fodp.memory.window import WindowMemory, normalised
+from fodp.support import checks
 
 Array = npt.NDArray[np.float64]
 
@@ -42,10 +42,10 @@ class ExponentialSumMemory(WindowMemory):
     """
 
     def __init__(self, alpha: float = 0.8, window: int = 128, *, lam: float = 0.05, tolerance: float = 0.05):
-        super().__init__(_checks.whole("window", window, minimum=2, maximum=10_000))
-        self.alpha = _checks.fraction("alpha", alpha)
-        self.lam = _checks.at_least_zero("lam", lam)
-        self.tolerance = _checks.open_fraction("tolerance", tolerance)
+        super().__init__(checks.whole("window", window, minimum=2, maximum=10_000))
+        self.alpha = checks.fraction("alpha", alpha)
+        self.lam = checks.at_least_zero("lam", lam)
+        self.tolerance = checks.open_fraction("tolerance", tolerance)
         self.decays, self.shares, self.error = fitted(self.alpha, self.window, self.lam, self.tolerance)
         self._terms: list[tuple[float, float]] = list(zip(self.decays.tolist(), self.shares.tolist(), strict=True))
         self._slots = len(self._terms)

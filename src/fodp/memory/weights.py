@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp.memory.passes import Floats, Weights, mix_and_remember
 from fodp.memory.window import WindowMemory, normalised, turned
+from fodp.support import checks
 
 # The few numbers by lag are plain floats: after a pass over the window, which leaves nothing else in the caches, every
 # call into NumPy or PyTorch costs ten times its work.
@@ -49,7 +49,7 @@ class ExponentialMemory(WindowMemory):
 
     def __init__(self, window: int = 8, decay: float = 0.8):
         super().__init__(window)
-        self.decay = _checks.open_fraction("decay", decay)
+        self.decay = checks.open_fraction("decay", decay)
 
     def by_lag(self) -> Floats:
         """decay^(j-1), normalised."""
@@ -87,13 +87,13 @@ class FractionalMemory(WindowMemory):
         eps: float = 1e-12,
     ):
         super().__init__(window)
-        self.alpha = _checks.fraction("alpha", alpha)
-        self.lam = _checks.at_least_zero("lam", lam)
-        self.tau = _checks.at_least_zero("tau", tau)
-        self.gamma = _checks.fraction("gamma", gamma)
-        self.kappa = _checks.positive("kappa", kappa)
-        self.zeta = _checks.positive("zeta", zeta)
-        self.eps = _checks.positive("eps", eps)
+        self.alpha = checks.fraction("alpha", alpha)
+        self.lam = checks.at_least_zero("lam", lam)
+        self.tau = checks.at_least_zero("tau", tau)
+        self.gamma = checks.fraction("gamma", gamma)
+        self.kappa = checks.positive("kappa", kappa)
+        self.zeta = checks.positive("zeta", zeta)
+        self.eps = checks.positive("eps", eps)
         self._lags = range(1, self.window)
         self._log_power_law = [(self.alpha - 1) * math.log(j + 1) - self.lam * j for j in self._lags]
         self._scored = self.tau > 0 and self.window > 1  # else the kernel is fixed: no score is ever asked for

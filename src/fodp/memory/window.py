@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.memory.passes import Floats, Weights, mix
+from fodp.support import checks
 
 _HUGE_PAGE = 1 << 21
 _LINE = 16  # numbers of four bytes in a cache line
@@ -24,7 +24,7 @@ class WindowMemory(ABC):
     """
 
     def __init__(self, window: int):
-        self.window = _checks.whole("window", window, maximum=100_000)
+        self.window = checks.whole("window", window, maximum=100_000)
         self._slots = self.window - 1  # rows of the table
         self._table: Tensor | None = None  # the ring, made at the first write
         self._writes = 0

@@ -3,8 +3,7 @@
 The table drives the command line's choices, the common tests, the docs page and the benchmark rows.
 """
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.methods.adp_adamw import ADPAdamW
 from fodp.methods.base import Method
 from fodp.methods.block_dp_sgd import BlockDPSGD
@@ -21,6 +20,7 @@ from fodp.methods.fo_uniform import FOUniform
 from fodp.methods.post_fm import PostFM
 from fodp.methods.presets import Doppler, DPAdam, DPAdamBC, DPAdamW
 from fodp.methods.sa_dpsgd import SADPSGD
+from fodp.support import checks
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -57,7 +57,7 @@ def register(method: type[Method]) -> type[Method]:
 
 def find(name: str) -> type[Method]:
     """The method of this name, or a refusal that lists the names."""
-    return METHODS[_checks.one_of("method", name, METHODS)]
+    return METHODS[checks.one_of("method", name, METHODS)]
 
 
 __all__ = ["METHODS", "Method", "find", "register"]

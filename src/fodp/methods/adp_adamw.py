@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class ADPAdamWParams:
     plateaus: int = 16
 
     def __post_init__(self) -> None:
-        _checks.fraction("decay", self.decay)
-        _checks.whole("plateaus", self.plateaus)
+        checks.fraction("decay", self.decay)
+        checks.whole("plateaus", self.plateaus)
 
 
 class ADPAdamW(DPSGD):

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fodp._checks import ConfigurationError
 from fodp.accounting import Phase
+from fodp.errors import ConfigurationError
 from fodp.options import Options
 from fodp.options.chosen import read
 from fodp.options.option import numbers

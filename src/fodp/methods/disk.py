@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.options.filter import RESPONSE_LENGTH
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class DiSKParams:
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
-        _checks.fraction("kappa", self.kappa)
-        _checks.positive("gamma", self.gamma)
+        checks.fraction("kappa", self.kappa)
+        checks.positive("gamma", self.gamma)
 
 
 @dataclass

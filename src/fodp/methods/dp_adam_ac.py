@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.options import Options
 from fodp.options.option import numbers, refuse_unused
 from fodp.step import Known, PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DPAdamACParams:
 
     def __post_init__(self) -> None:
         for name in ("up", "down", "factor_min", "factor_max"):
-            _checks.positive(name, getattr(self, name))
+            checks.positive(name, getattr(self, name))
         if not self.down <= 1 <= self.up:
             raise ConfigurationError(f"down must be at most 1 and up at least 1, got {self.down!r} and {self.up!r}")
         if not self.factor_min <= 1 <= self.factor_max:
@@ -42,8 +42,8 @@ class DPAdamACParams:
                 f"factor_min must be at most 1, where the factor starts, and factor_max at least 1; got "
                 f"{self.factor_min!r} and {self.factor_max!r}"
             )
-        _checks.at_least_zero("band", self.band)
-        _checks.open_fraction("smoothing", self.smoothing)
+        checks.at_least_zero("band", self.band)
+        checks.open_fraction("smoothing", self.smoothing)
 
 
 @dataclass

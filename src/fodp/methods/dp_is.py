@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 if TYPE_CHECKING:
     from fodp.sampling import Lot
@@ -30,9 +30,9 @@ class DPISParams:
     rate_cap: float = 1.5
 
     def __post_init__(self) -> None:
-        _checks.positive("normaliser_noise", self.normaliser_noise)
-        _checks.whole("refresh", self.refresh, minimum=250)
-        _checks.positive("rate_cap", self.rate_cap)
+        checks.positive("normaliser_noise", self.normaliser_noise)
+        checks.whole("refresh", self.refresh, minimum=250)
+        checks.positive("rate_cap", self.rate_cap)
 
 
 @dataclass

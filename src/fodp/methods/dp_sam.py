@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class DPSAMParams:
     ascent_noise: float = 3.0
 
     def __post_init__(self) -> None:
-        _checks.at_least_zero("rho", self.rho)
-        _checks.positive("ascent_noise", self.ascent_noise)
+        checks.at_least_zero("rho", self.rho)
+        checks.positive("ascent_noise", self.ascent_noise)
 
 
 class DPSAM(DPSGD):

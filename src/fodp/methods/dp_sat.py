@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fodp import _checks
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class DPSATParams:
     rho: float = 0.03
 
     def __post_init__(self) -> None:
-        _checks.at_least_zero("rho", self.rho)
+        checks.at_least_zero("rho", self.rho)
 
 
 @dataclass

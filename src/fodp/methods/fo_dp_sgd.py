@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.accounting import Event, Phase
+from fodp.errors import ConfigurationError
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.memory.exponentials import ExponentialSumMemory
 from fodp.memory.window import WindowMemory
@@ -18,6 +17,7 @@ from fodp.options.filter import feedback_gains, feedback_response
 from fodp.options.option import refuse_unused
 from fodp.options.schedule import Schedule
 from fodp.step import PublicNumbers, Step
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class FODPSGDParams:
     compact_error: float = 0.05
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
+        object.__setattr__(self, "beta", schedule.checked("beta", self.beta, checks.fraction))
         if self.compact is not None:
-            _checks.one_of("compact", self.compact, ("exponentials",))
+            checks.one_of("compact", self.compact, ("exponentials",))
         if self.compact == "exponentials" and self.tau != 0:
             raise ConfigurationError(f"compact='exponentials' needs a fixed kernel: set tau=0, got {self.tau!r}")
-        _checks.open_fraction("compact_error", self.compact_error)
+        checks.open_fraction("compact_error", self.compact_error)
         self.memory(floor=1.0)  # checks the ranges of all the rest
         refuse_unused(self, self.compact == "exponentials", "compact='exponentials'", "compact_error")
         refuse_unused(self, self.tau > 0, "a tau above 0", "gamma", "kappa", "zeta", "eps")

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from fodp import _checks
 from fodp.memory import ExponentialMemory
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.methods.fo_uniform import FOUniformParams
 from fodp.step import PublicNumbers
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class FOExponentialParams(FOUniformParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.open_fraction("decay", self.decay)
+        checks.open_fraction("decay", self.decay)
 
 
 class FOExponential(FODPSGD):

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fodp import _checks
 from fodp.accounting import Event, Phase
 from fodp.methods.dp_sgd import DPSGD
 from fodp.noise.banded import best_order, fractional_coefficients, inverse_coefficients
 from fodp.step import PublicNumbers
+from fodp.support import checks
 
 MOST_BANDS = 128
 _TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, MOST_BANDS)
@@ -30,9 +30,9 @@ class FONoiseParams:
 
     def __post_init__(self) -> None:
         if self.order is not None:
-            _checks.open_fraction("order", self.order)
+            checks.open_fraction("order", self.order)
         if self.bands is not None:
-            _checks.whole("bands", self.bands, maximum=MOST_BANDS)
+            checks.whole("bands", self.bands, maximum=MOST_BANDS)
 
 
 class FONoise(DPSGD):

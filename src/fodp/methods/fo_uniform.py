@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from fodp import _checks
 from fodp.memory import UniformMemory
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.options import schedule
 from fodp.options.schedule import Schedule
 from fodp.step import PublicNumbers
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class FOUniformParams:
     window: int = 8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", schedule.checked("beta", self.beta, _checks.fraction))
-        _checks.whole("window", self.window)
+        object.__setattr__(self, "beta", schedule.checked("beta", self.beta, checks.fraction))
+        checks.whole("window", self.window)
 
 
 class FOUniform(FODPSGD):

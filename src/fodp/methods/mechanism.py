@@ -5,12 +5,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.accounting import Event
+from fodp.errors import ConfigurationError
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.release import Gaussian, release
+from fodp.support import checks
 
 
 class Memory(Protocol):
@@ -48,9 +48,9 @@ class GaussianMechanism:
         memory: Memory | None = None,
         generator: torch.Generator | None = None,
     ):
-        self.clip_norm = _checks.clip_norm("clip_norm", clip_norm)
-        self.noise_multiplier = _checks.at_least_zero("noise_multiplier", noise_multiplier)
-        self.beta = _checks.fraction("beta", beta)
+        self.clip_norm = checks.clip_norm("clip_norm", clip_norm)
+        self.noise_multiplier = checks.at_least_zero("noise_multiplier", noise_multiplier)
+        self.beta = checks.fraction("beta", beta)
         if beta < 1 and memory is None:
             raise ConfigurationError(f"beta={beta} mixes in a memory: pass memory=fodp.FractionalMemory(...) or beta=1")
         self.memory = memory

@@ -9,7 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 
 METHOD: Final = "fo-noise"
 PARAMS: Final[Mapping[str, Any]] = MappingProxyType(

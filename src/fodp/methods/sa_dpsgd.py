@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from fodp import _checks
 from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.step import Known, PublicNumbers
+from fodp.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class SADPSGDParams:
     patience: int = 5
 
     def __post_init__(self) -> None:
-        _checks.at_least_zero("k", self.k)
-        _checks.whole("patience", self.patience, minimum=0)
+        checks.at_least_zero("k", self.k)
+        checks.whole("patience", self.patience, minimum=0)
 
 
 @dataclass

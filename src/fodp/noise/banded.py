@@ -31,10 +31,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp.errors import ConfigurationError, PrivacyError
 from fodp.queries import Query
 from fodp.release import Gaussian, release
+from fodp.support import checks
 
 LONGEST = 2**14  # steps that are looked at: what is best for more is best for these, to a few in a thousand
 _ORDERS = [round(0.02 * i, 2) for i in range(10, 50)]
@@ -47,7 +47,7 @@ def fractional_coefficients(order: float, bands: int) -> tuple[float, ...]:
     recursion forgets its rounding errors. Order ½ is the best for prefix sums when no band is cut off.
     """
     values = [1.0]
-    for k in range(1, _checks.whole("bands", bands)):
+    for k in range(1, checks.whole("bands", bands)):
         values.append(values[-1] * (k - 1 + order) / k)
     length = math.hypot(*values)
     return tuple(value / length for value in values)

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 _WORDS: Final = 16  # of 32 bits in a block
 _CONSTANTS: Final = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.queries import Query
 from fodp.sampling import WordStreams
 

@@ -34,11 +34,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fodp import _checks, kernels
-from fodp._checks import PrivacyError
-from fodp._forks import Owner
+from fodp import kernels
+from fodp.errors import PrivacyError
 from fodp.noise import chacha
 from fodp.noise.keystream import MARGIN, Keystream, encrypted
+from fodp.support import checks
+from fodp.support.forks import Owner
 
 Array = npt.NDArray[Any]
 
@@ -78,7 +79,7 @@ class Streams:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._seed = None if seed is None else _checks.whole("seed", seed, minimum=0)
+        self._seed = None if seed is None else checks.whole("seed", seed, minimum=0)
         self._key = (_injected.get() or secrets.token_bytes(32)) if self._seed is None else _key_of(self._seed)
         self._owner = Owner()
         self._last_step: dict[tuple[str, str], int] = {}
@@ -92,7 +93,7 @@ class Streams:
     @classmethod
     def seeded(cls, seed: int) -> Self:
         """Streams anyone can repeat who knows the seed, of any length (every bit counts): for research."""
-        return cls(_checks.whole("seed", seed, minimum=0))
+        return cls(checks.whole("seed", seed, minimum=0))
 
     @property
     def seed(self) -> int | None:
@@ -137,7 +138,7 @@ class Streams:
 
     def words(self, count: int, step: int, name: str) -> npt.NDArray[np.uint64]:
         """`count` independent uniform 64-bit words."""
-        size = 8 * _checks.whole("count", count, minimum=0)
+        size = 8 * checks.whole("count", count, minimum=0)
         buffer = np.empty(size + MARGIN, dtype=np.uint8)
         self._keystream("words", step, name).fill(buffer, size)
         return buffer[:size].view("<u8")
@@ -179,7 +180,7 @@ class Streams:
 
     def _derive(self, kind: str, step: int, name: str) -> bytes:
         """32 bytes that belong to (key, kind, step, name) alone."""
-        _checks.whole("step", step, minimum=0)
+        checks.whole("step", step, minimum=0)
         if not isinstance(name, str) or not name:
             raise PrivacyError(f"a stream's name must be a non-empty string, got {name!r}")
         if self._seed is None and not self._owner.is_here:
@@ -270,7 +271,7 @@ def _checked(std: float, dtype: torch.dtype) -> float:
     """A standard deviation whose draws neither vanish nor overflow in `dtype`."""
     if dtype not in (torch.float32, torch.float64):
         raise PrivacyError(f"noise needs a float32 or float64 tensor, got {dtype}; draw in float32 and convert")
-    checked: float = _checks.at_least_zero("std", std)
+    checked: float = checks.at_least_zero("std", std)
     limits = torch.finfo(dtype)
     if checked > limits.max / 16 or 0 < checked < limits.tiny:
         raise PrivacyError(f"std {std!r} is out of the range of {dtype}; rescale the problem")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp.options.option import Beginning, Option
+from fodp.support import checks
 
 _WARM_UP = 9  # until so many times 1/(1-decay) iterates are there, the newest counts for 9 in 10, 9 in 11, …
 
@@ -40,7 +40,7 @@ class Ema(Average):
     average_decay: float = 0.99
 
     def __post_init__(self) -> None:
-        _checks.open_fraction("average_decay", self.average_decay)
+        checks.open_fraction("average_decay", self.average_decay)
 
     def weight(self, earlier: int) -> float:
         return 1.0 if earlier == 0 else max(1 - self.average_decay, _WARM_UP / (_WARM_UP + 1 + earlier))
@@ -53,7 +53,7 @@ class Tail(Average):
     average_share: float = 0.25
 
     def __post_init__(self) -> None:
-        _checks.fraction("average_share", self.average_share)
+        checks.fraction("average_share", self.average_share)
 
     def begins(self, end: int) -> int:
         return end - max(1, round(self.average_share * end))
@@ -72,7 +72,7 @@ class Power(Average):
     average_power: float = 8.0
 
     def __post_init__(self) -> None:
-        _checks.at_least_zero("average_power", self.average_power)
+        checks.at_least_zero("average_power", self.average_power)
 
     def weight(self, earlier: int) -> float:
         return (self.average_power + 1) / (self.average_power + 1 + earlier)

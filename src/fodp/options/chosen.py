@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options.average import Average
 from fodp.options.clip import Clip
 from fodp.options.filter import Filter
@@ -17,6 +16,7 @@ from fodp.options.scaling import Scaling
 from fodp.options.schedule import ClipSchedule, NoiseSchedule, Schedules
 from fodp.options.table import KINDS, flat, known_names, needed_for, row_for, row_of
 from fodp.options.update import KNOWS_ITS_NOISE, Update
+from fodp.support import checks
 
 FILTERED_TWICE = "a filter before an update that takes out its noise"
 
@@ -94,9 +94,9 @@ def read(given: Mapping[str, Any], usual: Mapping[str, Any]) -> Options:
 def _refuse_unused(name: str, value: Any, default: Any) -> None:
     """A value that is the default is what was recorded of another choice, and may stay."""
     if isinstance(default, float):
-        _checks.number(name, value)
+        checks.number(name, value)
     if isinstance(default, tuple):
-        value = _checks.numbers(name, value)
+        value = checks.numbers(name, value)
     if value != default:
         raise ConfigurationError(unused(name, needed_for(name)))
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fodp import _checks, clip
-from fodp._checks import ConfigurationError
+from fodp import clip
+from fodp.errors import ConfigurationError
 from fodp.options.option import Option
+from fodp.support import checks
 
 # Places of a layer's parameters in the flat vector, and the layer's share of the clip norm; squared shares sum to 1.
 Layers = tuple[tuple[tuple[int, ...], float], ...]
@@ -35,7 +36,7 @@ class Normalised(Clip):
     clip_stability: float = 0.01
 
     def __post_init__(self) -> None:
-        _checks.positive("clip_stability", self.clip_stability)
+        checks.positive("clip_stability", self.clip_stability)
 
     def rule(self, names: Sequence[str]) -> clip.ClipRule:
         return clip.Normalised(self.clip_stability)
@@ -52,9 +53,9 @@ class PerLayer(Clip):
     layer_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_shares", _checks.numbers("layer_shares", self.layer_shares))
+        object.__setattr__(self, "layer_shares", checks.numbers("layer_shares", self.layer_shares))
         for share in self.layer_shares:
-            _checks.positive("each of layer_shares", share)
+            checks.positive("each of layer_shares", share)
 
     def rule(self, names: Sequence[str]) -> clip.ClipRule:
         return clip.ByLayer(self.groups(names))

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.memory import FractionalMemory, noise_floor
 from fodp.memory.passes import Weights
 from fodp.memory.window import WindowMemory
 from fodp.options.option import Beginning, Option
+from fodp.support import checks
 
 # Terms of an impulse response after which a stable filter's rest no longer counts.
 RESPONSE_LENGTH = 2000
@@ -61,8 +61,8 @@ class LowPass:
     """
 
     def __init__(self, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)):
-        self.a = tuple(_checks.number("a filter coefficient", value) for value in a)
-        self.b = tuple(_checks.number("a filter coefficient", value) for value in b)
+        self.a = tuple(checks.number("a filter coefficient", value) for value in a)
+        self.b = tuple(checks.number("a filter coefficient", value) for value in b)
         # Not to the last digit, as published coefficients are rounded: the output is divided by c_t anyway.
         if not self.b or abs(sum(self.b) - sum(self.a) - 1) > 0.01:
             raise ConfigurationError(f"the filter needs unit gain, sum(b) - sum(a) = 1; got a={self.a}, b={self.b}")
@@ -131,7 +131,7 @@ class MemoryAfterRelease:
     """
 
     def __init__(self, beta: float, memory: WindowMemory):
-        self.beta, self.memory = _checks.fraction("beta", beta), memory
+        self.beta, self.memory = checks.fraction("beta", beta), memory
         self._mixed: tuple[float, Weights] | None = None  # β and the memory's weights of the last mix
 
     def __call__(self, release: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Doppler(Filter):
 
     def __post_init__(self) -> None:
         for name in ("filter_a", "filter_b"):
-            object.__setattr__(self, name, _checks.numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, checks.numbers(name, getattr(self, name)))
         LowPass(self.filter_a, self.filter_b)  # refuses what is none
 
     def start(self, run: Beginning) -> FilterState:
@@ -203,7 +203,7 @@ class Momentum(Filter):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _checks.open_fraction("momentum", self.momentum)
+        checks.open_fraction("momentum", self.momentum)
 
     def start(self, run: Beginning) -> FilterState:
         return self._low_pass.start(run)
@@ -223,7 +223,7 @@ class Fractional(Filter):
     filter_beta: float = 0.9
 
     def __post_init__(self) -> None:
-        _checks.fraction("filter_beta", self.filter_beta)
+        checks.fraction("filter_beta", self.filter_beta)
 
     def start(self, run: Beginning) -> FilterState:
         floor = noise_floor(run.plan.noise_multiplier * run.plan.clip_norm, run.size, 0.1)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp import _checks
 from fodp.clipping import maps
 from fodp.clipping.batches import Batch, Keyed, batch_size, take
 from fodp.clipping.engine import Engine
@@ -20,6 +19,7 @@ from fodp.noise import Streams
 from fodp.options.made_up import zipf_chances
 from fodp.options.scaling import Kronecker
 from fodp.queries import Query
+from fodp.support import checks
 
 SameOnAllRanks = Callable[[Callable[[], Tensor], Callable[[], Tensor]], Tensor]
 _AT_ONCE = 64  # records in one pass
@@ -76,7 +76,7 @@ class KroneckerScaling:
         finally:
             restore_foreign(foreign)
         if not any(rows):
-            _checks.warn(
+            checks.warn(
                 "shape='kronecker' cannot see what this model's layers are given and get back, and takes the shape "
                 "fan-in: layers must keep the examples apart, in their first dimension"
             )

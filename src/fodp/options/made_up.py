@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fodp._checks import ConfigurationError
 from fodp.clipping.engine import LossFunction
+from fodp.errors import ConfigurationError
 
 RECORDS = 256
 _COLOURS_SHARE = 0.9  # of the variance of an image's channels: pictures are mostly grey

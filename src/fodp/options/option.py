@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.step import PublicNumbers
 
 
@@ -26,7 +26,7 @@ class Option:
     """A choice that composes with every method. Derive a frozen dataclass and give it a row: `fodp.options.register`.
 
     Its fields are public numbers with defaults; their names are its part of the flat spelling, `params=dict(name=…)`.
-    What it cannot meet stands in `fodp.conflicts`, under its word or one of its `features`.
+    What it cannot meet stands in `fodp.options.conflicts`, under its word or one of its `features`.
     """
 
     def start(self, run: Beginning) -> Any:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options.option import Beginning, Option
+from fodp.support import checks
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Quantile(Option):
     clip_max: float = 1e3
 
     def __post_init__(self) -> None:
-        _checks.open_fraction("quantile", self.quantile)
+        checks.open_fraction("quantile", self.quantile)
         if self.count_noise is not None:
-            _checks.positive("count_noise", self.count_noise)
-        _checks.positive("clip_rate", self.clip_rate)
+            checks.positive("count_noise", self.count_noise)
+        checks.positive("clip_rate", self.clip_rate)
         for name in ("clip_min", "clip_max"):
-            _checks.clip_norm(name, getattr(self, name))
+            checks.clip_norm(name, getattr(self, name))
         if self.clip_min > self.clip_max:
             raise ConfigurationError(f"clip_min must not exceed clip_max, got {self.clip_min!r} and {self.clip_max!r}")
 

@@ -35,12 +35,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options.option import Beginning, Option, refuse_unused
 from fodp.options.rate_rules import RATE_RULES, FollowedTranscript
 from fodp.options.schedule import share_of
 from fodp.options.update import Numbers
+from fodp.support import checks
 
 AUTO = "auto"
 AGREEMENT = 0.25  # of the clip norm: how long a mean of clipped gradients is, about
@@ -74,12 +74,12 @@ class Rate(Option):
     rate_rule: str = "none"
 
     def __post_init__(self) -> None:
-        if self.lr != AUTO and _checks.positive("lr", self.lr) > 1e30:
+        if self.lr != AUTO and checks.positive("lr", self.lr) > 1e30:
             raise ConfigurationError(f"lr must be at most 1e30, where float32 holds it; got {self.lr!r}")
-        _checks.one_of("lr_schedule", self.lr_schedule, SCHEDULES)
-        _checks.whole("lr_warmup", self.lr_warmup, minimum=0)
-        _checks.positive("auto_ratio", self.auto_ratio)
-        _checks.one_of("rate_rule", self.rate_rule, RATE_RULES)
+        checks.one_of("lr_schedule", self.lr_schedule, SCHEDULES)
+        checks.whole("lr_warmup", self.lr_warmup, minimum=0)
+        checks.positive("auto_ratio", self.auto_ratio)
+        checks.one_of("rate_rule", self.rate_rule, RATE_RULES)
         refuse_unused(self, self.is_automatic, "lr='auto'", "auto_ratio")
 
     @property

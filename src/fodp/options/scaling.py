@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fodp import _checks, conflicts
-from fodp._checks import ConfigurationError
 from fodp.clipping.maps import Factor
+from fodp.errors import ConfigurationError
+from fodp.options import conflicts
 from fodp.options.option import Beginning, Option
 from fodp.options.schedule import share_of
 from fodp.queries import Query
+from fodp.support import checks
 
 Shapes = Sequence[Sequence[int]]
 BLOCKS = ("parameter", "row")
@@ -93,8 +94,8 @@ class Factors(Scaling):
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, str) or not isinstance(self.shape, Sequence):
-            raise ConfigurationError(f"shape must be a word or a list of numbers, got {_checks.shown(self.shape)}")
-        numbers = tuple(_checks.positive("each of shape", value) for value in self.shape)
+            raise ConfigurationError(f"shape must be a word or a list of numbers, got {checks.shown(self.shape)}")
+        numbers = tuple(checks.positive("each of shape", value) for value in self.shape)
         object.__setattr__(self, "shape", numbers)
 
     def weights(self, shapes: Shapes) -> tuple[float, ...]:
@@ -113,7 +114,7 @@ class FanIn(Scaling):
     width: float = 64.0
 
     def __post_init__(self) -> None:
-        _checks.positive("width", self.width)
+        checks.positive("width", self.width)
 
     def weights(self, shapes: Shapes) -> tuple[float, ...]:
         return tuple(min(1.0, math.sqrt(self.width / max(1, math.prod(shape[1:])))) for shape in shapes)
@@ -137,10 +138,10 @@ class Kronecker(FanIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.positive("shape_damping", self.shape_damping)
-        _checks.whole("shape_every", self.shape_every, minimum=0)
-        _checks.one_of("shape_inputs", self.shape_inputs, INPUTS)
-        _checks.one_of("shape_sides", self.shape_sides, SIDES)
+        checks.positive("shape_damping", self.shape_damping)
+        checks.whole("shape_every", self.shape_every, minimum=0)
+        checks.one_of("shape_inputs", self.shape_inputs, INPUTS)
+        checks.one_of("shape_sides", self.shape_sides, SIDES)
 
     def start(self, run: Beginning) -> ScalingState:
         from fodp.options.kronecker import KroneckerScaling
@@ -173,11 +174,11 @@ class Transcript(FanIn):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("shape_floor", "shape_ceiling"):
-            _checks.positive(name, getattr(self, name))
-        _checks.whole("shape_warmup", self.shape_warmup)
-        _checks.one_of("shape_blocks", self.shape_blocks, BLOCKS)
-        _checks.number("shape_share", self.shape_share)
-        if _checks.number("shape_memory", self.shape_memory) < 1:
+            checks.positive(name, getattr(self, name))
+        checks.whole("shape_warmup", self.shape_warmup)
+        checks.one_of("shape_blocks", self.shape_blocks, BLOCKS)
+        checks.number("shape_share", self.shape_share)
+        if checks.number("shape_memory", self.shape_memory) < 1:
             raise ConfigurationError(f"shape_memory is a number of steps, at least 1; got {self.shape_memory:g}")
         if self.shape_floor > self.shape_ceiling:
             raise ConfigurationError(

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options.option import Option
 from fodp.step import PublicNumbers
+from fodp.support import checks
 
 # A number, or pairs (first step, value) in rising order that begin at step 0.
 Schedule = float | tuple[tuple[int, float], ...]
@@ -18,7 +18,7 @@ def checked(name: str, schedule: object, check: Callable[[str, object], float]) 
     if not isinstance(schedule, Sequence) or isinstance(schedule, str):
         return check(name, schedule)
     try:
-        pairs = tuple((_checks.whole("a first step", start, 0), check(name, value)) for start, value in schedule)
+        pairs = tuple((checks.whole("a first step", start, 0), check(name, value)) for start, value in schedule)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{name} must be a number or pairs (first step, value): {error}") from None
     starts = [start for start, _ in pairs]
@@ -93,7 +93,7 @@ class ClipSchedule(Option):
 
 
 def _check(option: Option, name: str) -> None:
-    object.__setattr__(option, name, checked(name, getattr(option, name), _checks.positive))
+    object.__setattr__(option, name, checked(name, getattr(option, name), checks.positive))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options import average, clip, filter, quantile, rate, scaling, schedule, update
 from fodp.options.option import Option
+from fodp.support import checks
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def register(kind: str, word: str, option: type[Option]) -> type[Option]:
         >>> _ = options.register("average", "newest", Newest)
         >>> options.unregister("average", "newest")
     """
-    here = KINDS[_checks.one_of("kind", kind, KINDS)]
+    here = KINDS[checks.one_of("kind", kind, KINDS)]
     if not (isinstance(option, type) and issubclass(option, here.base) and is_dataclass(option)):
         raise ConfigurationError(f"an option of the kind {kind} is a dataclass that derives from {here.base.__name__}")
     if any(field.default is MISSING for field in fields(option)):
@@ -146,7 +146,7 @@ def row_of(kind: str, value: Any) -> Row | None:
     words = words_of(kind)
     if None in rows and not (isinstance(value, str) and words):
         return rows[None]
-    return rows[_checks.one_of(here.name, value, [here.nothing, *words] if here.may_be_none else words)]
+    return rows[checks.one_of(here.name, value, [here.nothing, *words] if here.may_be_none else words)]
 
 
 def row_for(kind: str, option: Any) -> Row:
@@ -159,7 +159,7 @@ def row_for(kind: str, option: Any) -> Row:
         raise ConfigurationError(f"{option!r} is {KINDS[kinds[0].kind].called}: say {kinds[0].kind}={option!r}")
     raise ConfigurationError(
         f"{kind} takes an option such as fodp.options.{next(r.option.__name__ for r in OPTIONS if r.kind == kind)}(), "
-        f"got {_checks.shown(option)}: one of your own goes in by fodp.options.register"
+        f"got {checks.shown(option)}: one of your own goes in by fodp.options.register"
     )
 
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.options.option import Option
+from fodp.support import checks
 
 Numbers = npt.NDArray[np.float64]
 KNOWS_ITS_NOISE = "an update that takes out its noise"
@@ -56,7 +56,7 @@ class Sgd(Update):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if _checks.at_least_zero("momentum", self.momentum) >= 1:
+        if checks.at_least_zero("momentum", self.momentum) >= 1:
             raise ConfigurationError(f"momentum must be below 1, got {self.momentum!r}")
 
     @property
@@ -85,7 +85,7 @@ class _Moments(Update):
 
     def __post_init__(self) -> None:
         for name in ("beta1", "beta2"):
-            if not 0 <= _checks.number(name, getattr(self, name)) < 1:
+            if not 0 <= checks.number(name, getattr(self, name)) < 1:
                 raise ConfigurationError(f"{name} must lie in [0, 1), got {getattr(self, name)!r}")
 
     @property
@@ -112,7 +112,7 @@ class Adam(_Moments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.positive("adam_eps", self.adam_eps)
+        checks.positive("adam_eps", self.adam_eps)
 
     def optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         parameters = list(parameters)
@@ -127,7 +127,7 @@ class AdamW(Adam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.at_least_zero("weight_decay", self.weight_decay)
+        checks.at_least_zero("weight_decay", self.weight_decay)
 
     def optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         parameters, decay = list(parameters), self.weight_decay
@@ -145,7 +145,7 @@ class AdamBC(_Moments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.at_least_zero("bc_floor", self.bc_floor)
+        checks.at_least_zero("bc_floor", self.bc_floor)
 
     @property
     def features(self) -> Mapping[str, str]:
@@ -182,7 +182,7 @@ class AdamWBC(AdamBC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.at_least_zero("weight_decay", self.weight_decay)
+        checks.at_least_zero("weight_decay", self.weight_decay)
 
     def optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         decay = self.weight_decay

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 
 import fodp
-from fodp._checks import ConfigurationError
 from fodp.draws import Source
+from fodp.errors import ConfigurationError
+from fodp.identity.origins import origins
+from fodp.lots.reading import Fetcher
+from fodp.lots.records import tensor_columns
 from fodp.noise import Streams
-from fodp.origins import origins
-from fodp.sampling import Fetcher, tensor_columns
 
 _WHOLE = 2**28  # bytes of data that are compared whole; of more, rows at random places
 _ROWS = 2**16  # that many

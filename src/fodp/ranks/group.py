@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fodp._checks import ConfigurationError, PrivacyError
+from fodp.errors import ConfigurationError, PrivacyError
 from fodp.noise import Streams
 from fodp.noise.streams import keyed_from
 from fodp.processes import ALONE, Processes, Turn

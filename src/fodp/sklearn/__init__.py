@@ -3,7 +3,7 @@
 One page about them is docs/scikit-learn.md. They take the extra `sklearn`.
 """
 
-from fodp._extras import need
+from fodp.support.extras import need
 
 need("sklearn", "fodp.sklearn", extra="sklearn")
 

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, shown
 from fodp.data.models import cross_entropy
 from fodp.data.schema import Schema, read_schema
+from fodp.errors import ConfigurationError, DataError
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.sklearn import habits, targets
 from fodp.sklearn.inputs import by_schema, checked_rows, declared_bounds, scaled
 from fodp.sklearn.papers import for_private_steps, for_public_rows
 from fodp.state.ledgers import refuse_other_ledger
+from fodp.support import checks
+from fodp.support.checks import shown
 from fodp.trainer import Trainer
 from fodp.training.callbacks import WeightAverage
 
@@ -70,16 +71,16 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     def plan(self) -> Plan:
         """The plan of a fit, and with it ε, δ and the statement, before any data is touched."""
         if self.random_state is not None:
-            _checks.whole("random_state", self.random_state, minimum=0)
+            checks.whole("random_state", self.random_state, minimum=0)
         size = self._declared_size()
         # Few steps on large lots: with noise for few steps, half of a small set a step beats a tenth.
         rate = min(0.5, _LARGEST_LOT / size) if self.sampling_rate is None else self.sampling_rate
-        _checks.fraction("sampling_rate", rate)
+        checks.fraction("sampling_rate", rate)
         return Plan.calibrated(
             target_epsilon=self.epsilon,
             delta=self.delta,
             sampling_rate=rate,
-            steps=max(1, round(_checks.positive("epochs", self.epochs) / rate)),
+            steps=max(1, round(checks.positive("epochs", self.epochs) / rate)),
             lot_size=max(1.0, rate * size),
             clip_norm=self.clip_norm,
             method=self.method,
@@ -91,7 +92,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         size = self._size()
         if size is None:
             raise ConfigurationError(_NO_SIZE)
-        return _checks.whole("public_size", size)
+        return checks.whole("public_size", size)
 
     def _size(self) -> int | None:
         if self.public_size is None and self.schema is not None:
@@ -167,17 +168,17 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     def _say_what_is_unsafe(self, plan: Plan, uncovered: Sequence[str]) -> None:
         size = self._declared_size()
         if uncovered:
-            _checks.warn(
+            checks.warn(
                 f"the guarantee does not cover {'; and '.join(uncovered)} (allow_private_preprocessing=True): the "
                 "statement and the card say so"
             )
         if plan.delta >= 1 / size:
-            _checks.warn(
+            checks.warn(
                 f"delta {plan.delta:g} is not below 1/{size}, one over the public size: publishing one row drawn at "
                 f"random would satisfy it. A smaller one: {0.1 / size:.0e}"
             )
         if plan.seed is not None:
-            _checks.warn(
+            checks.warn(
                 "random_state makes masks and noise repeatable, for research: whoever knows it subtracts the noise. "
                 "Leave it None for data of real people"
             )
@@ -473,6 +474,6 @@ def _network(hidden: Sequence[int] | Build, inputs: int, outputs: int) -> nn.Mod
         )
     layers: list[nn.Module] = []
     for size in hidden:
-        layers += [nn.Linear(inputs, _checks.whole("a size in hidden", size)), nn.Tanh()]
+        layers += [nn.Linear(inputs, checks.whole("a size in hidden", size)), nn.Tanh()]
         inputs = int(size)
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))

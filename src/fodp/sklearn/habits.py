@@ -15,9 +15,9 @@ from sklearn.compose import TransformedTargetRegressor
 from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.pipeline import Pipeline
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.sklearn import company, seen
+from fodp.support import checks
 
 # Modules of scikit-learn whose functions and estimators fit one estimator several times, on parts of the data.
 _FIT_AGAIN_AND_AGAIN = (
@@ -80,7 +80,7 @@ def warn_of_standardised_rows(rows: NDArray[Any]) -> None:
     means, deviations = np.abs(rows.mean(axis=0)), rows.std(axis=0)
     scaled = (means < _EXACT) & (np.abs(deviations - 1) < _EXACT)
     if (scaled | (deviations == 0)).all() and any(len(np.unique(column)) > 2 for column in rows.T[scaled]):
-        _checks.warn(
+        checks.warn(
             "every column has mean 0 and standard deviation 1 to six digits: these rows were scaled by numbers of "
             "their own, so that each depends on all others, and no epsilon covers that. Give the rows as they came, "
             "with bounds=, or scale them by fodp.sklearn.PublicScaler"
@@ -102,7 +102,7 @@ def remember(rows: NDArray[Any], public: bool, charged: bool) -> None:
     """Count the fits on these very rows in this process; from the second on, without a ledger, say that they add up."""
     times = (seen.PUBLIC if public else seen.PRIVATE).add(rows)
     if times > 1 and not charged and not public:
-        _checks.warn(
+        checks.warn(
             f"this is private fit number {times} on the same rows, and each spends its own epsilon: together they are "
             "not private with that of one. Give all of them ledger=, which adds up and keeps to a budget"
         )
@@ -111,7 +111,7 @@ def remember(rows: NDArray[Any], public: bool, charged: bool) -> None:
 def warn_of_private_score(rows: NDArray[Any]) -> None:
     """Warn if a score is asked for on rows that a private fit of this process was given, all of them or a part."""
     if seen.PRIVATE.know(rows):
-        _checks.warn(
+        checks.warn(
             "these are rows that a private fit was given: their score is a private number that no epsilon covers, do "
             "not publish it. Score on data that is public"
         )
@@ -121,7 +121,7 @@ def warn_of_learning_from_outputs(rows: NDArray[Any]) -> None:
     """Warn if something of scikit-learn's learns from, or averages, the outputs on rows of a private fit."""
     found = None if any(frame.f_code.co_name == "score" for frame in _callers()) else _repeating()  # a score has warned
     if found is not None and seen.PRIVATE.know(rows):
-        _checks.warn(
+        checks.warn(
             f"{found} computes from this model's outputs on rows that a private fit was given: what it finds is "
             "private, and no epsilon covers it. Give it public rows"
         )

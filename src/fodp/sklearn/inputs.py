@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from scipy import sparse
 from sklearn.utils.validation import validate_data
 
-from fodp._checks import ConfigurationError, DataError, shown
 from fodp.data.schema import Schema, read_schema
 from fodp.data.tables import encode_columns
+from fodp.errors import ConfigurationError, DataError
+from fodp.support.checks import shown
 
 Floats = NDArray[np.float64]
 

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
 from fodp.sklearn.inputs import checked_rows, declared_bounds
+from fodp.support.checks import shown
 
 Floats = NDArray[np.float64]
 

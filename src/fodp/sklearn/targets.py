@@ -7,14 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils.validation import column_or_1d
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, shown
+from fodp.errors import ConfigurationError, DataError
+from fodp.support import checks
+from fodp.support.checks import shown
 
 
 def declared_classes(classes: Any) -> NDArray[Any]:
     """The declared labels in order, from a list of them or their number."""
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
-        return np.arange(_checks.whole("classes", classes, minimum=2))
+        return np.arange(checks.whole("classes", classes, minimum=2))
     labels = np.asarray(sorted(classes) if isinstance(classes, set | frozenset) else classes)
     given = labels.tolist()
     if labels.ndim != 1 or len(labels) < 2 or any(_is_missing(label) for label in given):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
-from fodp._forms import mapped
 from fodp.draws import Source
 from fodp.draws.source import DerivedKeys
-from fodp.sampling import Fetcher, Lot, Lots
+from fodp.errors import ConfigurationError
+from fodp.lots.reading import Fetcher
+from fodp.sampling import Lot, Lots
+from fodp.support import checks
+from fodp.support.forms import mapped
 
 Key = tuple[int, int, int]  # a step, and from where to where in its lot
 
@@ -186,7 +187,7 @@ def workers_for(num_workers: int, pin_memory: bool) -> int:
     """The number of workers to read ahead with, checked."""
     if pin_memory and not num_workers:
         raise ConfigurationError("pin_memory is for batches that workers read ahead: set num_workers too")
-    return _checks.whole("num_workers", num_workers, minimum=0)
+    return checks.whole("num_workers", num_workers, minimum=0)
 
 
 def _as_it_is(read: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 ADVICE = (
     "what a lot leaves there has no noise and no bound, whatever becomes of it later (a checkpoint, the next lot's "

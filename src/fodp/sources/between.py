@@ -11,7 +11,7 @@ from torch.nn import _reduction as legacy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.sources.tape import Tape
 
 WAY_OUT = (

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
-from fodp._looks import is_rare
 from fodp.clipping.padding import ADVICE
+from fodp.errors import ConfigurationError
 from fodp.sources.between import WAY_OUT
 from fodp.sources.tape import Memories, Tape, same_functions
+from fodp.support import checks
+from fodp.support.looks import is_rare
 
 FIRST_LOTS = 2
 _MOST = 8  # lots that are looked at until the reduction is known
@@ -99,7 +99,7 @@ class Coupling:
         made = [tensor for tensor in given if tape.knows(tensor)]
         if not made and not self._has_warned:
             self._has_warned = True
-            _checks.warn(_UNKNOWN_ROWS)
+            checks.warn(_UNKNOWN_ROWS)
         if not made:
             return
         tape = tape.aimed(made)

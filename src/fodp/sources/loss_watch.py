@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fodp._checks import DataError
-from fodp._forms import leaves
-from fodp.sampling import Fetcher, tensor_columns
+from fodp.errors import DataError
+from fodp.lots.reading import Fetcher
+from fodp.lots.records import tensor_columns
 from fodp.sources.between import enter_below, leave
+from fodp.support.forms import leaves
 from fodp.training.reasons import _IGNORED, out_of_range, outside, reason_of, scored
 
 _LOSSES = (F.cross_entropy, F.nll_loss)

@@ -5,15 +5,16 @@ from typing import Any
 
 from torch import nn
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.gradients import Source
+from fodp.identity.repeats import warn_of_equal_rows
+from fodp.lots.people import Owners, PeopleSampler
+from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
-from fodp.people import Owners, PeopleSampler
 from fodp.plan import Plan
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
-from fodp.repeats import warn_of_equal_rows
-from fodp.sampling import Fetcher, Lots, PoissonSampler
+from fodp.sampling import Lots, PoissonSampler
 from fodp.session import Session
 from fodp.sources.ahead import Ahead
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fodp import _forms
-from fodp._checks import DataError
 from fodp.clipping import self_check
 from fodp.clipping.batches import doubled
 from fodp.clipping.padding import ADVICE, moved, padded_records
 from fodp.draws import Pass, Source
-from fodp.sampling import Fetcher, Lot
+from fodp.errors import DataError
+from fodp.lots.reading import Fetcher
+from fodp.sampling import Lot
+from fodp.support import forms
 
 if TYPE_CHECKING:
     from fodp.sources.recorder import Recorder
@@ -153,7 +154,7 @@ def _weights(part: Tensor) -> Tensor:
 def compare_alone(fetcher: Fetcher, lot: Lot, source: Source, batch: Any) -> Padded | None:
     """Collate some records of the lot alone; None where they look there as they do in the lot."""
     alone = padded_records(fetcher, lot.indices, lot.records, source, batch)
-    own = [(row, record, list(_forms.leaves(rows))) for row, record, rows in alone]
+    own = [(row, record, list(forms.leaves(rows))) for row, record, rows in alone]
     if not own:
         return None
-    return Padded(list(_forms.leaves(batch)), own, source, fetcher.batched_by, len(lot.indices))
+    return Padded(list(forms.leaves(batch)), own, source, fetcher.batched_by, len(lot.indices))

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp._looks import Looks, is_rare
 from fodp.clipping import self_check
 from fodp.clipping.augmentation import Augmentation
 from fodp.clipping.batches import Keyed, Parts, repeat, take
@@ -18,12 +17,14 @@ from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.gradients import Points
 from fodp.layout import Layout
+from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
 from fodp.options.made_up import made_up
 from fodp.options.scaling import Kronecker
 from fodp.queries import Factor
-from fodp.sampling import Fetcher, Lot
+from fodp.sampling import Lot
 from fodp.sources.ahead import Ahead, read
+from fodp.support.looks import Looks, is_rare
 
 
 class Pull:

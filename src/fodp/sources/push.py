@@ -6,23 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp._checks import ConfigurationError, DataError
-from fodp._looks import Looks, is_rare
 from fodp.clip import ClipRule
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.padding import LOTS_COMPARED, Widths
 from fodp.draws import Source
+from fodp.errors import ConfigurationError, DataError
 from fodp.gradients import HERE, Chunk, Gradients, Points
 from fodp.layout import Layout
+from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
 from fodp.queries import Factor
-from fodp.sampling import Fetcher, Lot, Lots
+from fodp.sampling import Lot, Lots
 from fodp.sources.ahead import Ahead, read
 from fodp.sources.loss_watch import LossWatch
 from fodp.sources.padding import compare_alone
 from fodp.sources.parts import GatheredChunk, LotParts
 from fodp.sources.recorder import TRAINER, Recorder
+from fodp.support.looks import Looks, is_rare
 from fodp.training.bad_records import explain_reading
 
 

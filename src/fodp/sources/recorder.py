@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fodp import _forms
-from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
 from fodp.clipping.engine import Engine
@@ -21,6 +19,7 @@ from fodp.clipping.layers.uses import Use
 from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
 from fodp.draws import Marks, OwnPass, Source
+from fodp.errors import ConfigurationError, DataError, PrivacyError
 from fodp.gradients import HERE, Points
 from fodp.sampling import Lot
 from fodp.sources.beside import Beside
@@ -28,6 +27,7 @@ from fodp.sources.between import Between
 from fodp.sources.coupling import Coupling, each_its_own
 from fodp.sources.padding import Padded
 from fodp.sources.tape import Tape
+from fodp.support import forms
 from fodp.training.bad_records import explain_rows
 
 TRAINER = "use fodp.Trainer, which computes the gradients itself"
@@ -117,7 +117,7 @@ class Recorder(Engine):
         rows, tape = len(lot.indices), None
         if self._coupling.wants(lot.step, self.look_again, self._padded is not None):
             tape = self._coupling.tape(rows)
-            for leaf in () if batch is None else _forms.leaves(batch):
+            for leaf in () if batch is None else forms.leaves(batch):
                 if isinstance(leaf, Tensor):
                     tape.add(leaf)
         self._between.open(rows, tape)

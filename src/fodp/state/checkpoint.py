@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten_with_path
 
 import fodp
-from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._files import atomically, make_room
+from fodp.errors import ConfigurationError, LedgerError, PrivacyError
 from fodp.plan import Plan
 from fodp.session import Session
 from fodp.state.course import Course
+from fodp.support.files import atomically, make_room
 
 FORMAT = 10  # raised whenever a part of the state gets another form
 _DIGEST = 32  # bytes at the end of the file

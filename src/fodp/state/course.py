@@ -5,8 +5,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, LedgerError
+from fodp.errors import ConfigurationError, DataError, LedgerError
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
 from fodp.processes import Turn
@@ -14,6 +13,7 @@ from fodp.session import Session
 from fodp.state.ledgers import open_account, refuse_other_ledger
 from fodp.state.published import privacy_card, stated_epsilon
 from fodp.state.witness import witness_of
+from fodp.support import checks
 
 LedgerGiven = Ledger | Callable[[], Ledger] | None
 
@@ -28,7 +28,7 @@ class Course:
         self, session: Session, dataset: Any, ledger: LedgerGiven, *, run_id: str | None = None, last_step: int
     ):
         if run_id is not None and not (isinstance(run_id, str) and run_id.strip()):
-            raise ConfigurationError(f"run_id must be a name for the run, got {_checks.shown(run_id)}")
+            raise ConfigurationError(f"run_id must be a name for the run, got {checks.shown(run_id)}")
         self.session, self.run_id, self.last_step = session, run_id or uuid.uuid4().hex, last_step
         self.fixed_end: int | None = None  # where the run was to end when it began
         self.lost_steps = 0
@@ -196,7 +196,7 @@ class Course:
         if used <= first or (self.plan.seed is not None and account.repeats(first)):
             return
         if self.plan.seed is not None:
-            _checks.warn(
+            checks.warn(
                 f"steps {first} to {used - 1} of this seeded run were charged after the checkpoint was written, and "
                 "the ledger does not know what all of them released (the system crashed, the run went on elsewhere, or "
                 "an earlier version of fodp made it): they are lost, and the run goes on after them"

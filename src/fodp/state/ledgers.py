@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from fodp._checks import ConfigurationError, LedgerError, shown
+from fodp.errors import ConfigurationError, LedgerError
 from fodp.ledger import Account, Ledger
 from fodp.ledger.fingerprint import fingerprint
 from fodp.plan import Plan
+from fodp.support.checks import shown
 
 
 def refuse_other_ledger(ledger: Any, *, may_open: bool = False) -> None:

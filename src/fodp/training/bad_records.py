@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fodp._checks import DataError, PrivacyError
 from fodp.clipping.batches import repeat
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
-from fodp.sampling import Fetcher, tensor_columns
+from fodp.errors import DataError, PrivacyError
+from fodp.lots.reading import Fetcher
+from fodp.lots.records import tensor_columns
 from fodp.training.reasons import Reason, reason_of
 
 if TYPE_CHECKING:

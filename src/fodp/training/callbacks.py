@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fodp import _checks, accounting
-from fodp._checks import ConfigurationError, PrivacyError
-from fodp._extras import need
-from fodp._files import give_room_back, give_spare_back, refuse_unwritable
+from fodp import accounting
+from fodp.errors import ConfigurationError, PrivacyError
 from fodp.ledger.store import whole_minutes
 from fodp.state.checkpoint import make_room_for_all
+from fodp.support import checks
+from fodp.support.extras import need
+from fodp.support.files import give_room_back, give_spare_back, refuse_unwritable
 from fodp.training.export import write_weights
 from fodp.training.folder import write_atomically
 from fodp.training.scores import accuracy, refuse_unfit
@@ -85,8 +86,8 @@ class WeightAverage(Callback):
     """
 
     def __init__(self, decay: float | None = None, tail: float = 0.5):
-        self.decay = None if decay is None else _checks.open_fraction("decay", decay)
-        self.tail = _checks.fraction("tail", tail)
+        self.decay = None if decay is None else checks.open_fraction("decay", decay)
+        self.tail = checks.fraction("tail", tail)
         self._average: AveragedModel | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -134,7 +135,7 @@ class Evaluate(Callback):
         average: WeightAverage | None = None,
         metric: Metric | None = None,
     ):
-        self.dataset, self.every, self.average = public_dataset, _checks.whole("every", every), average
+        self.dataset, self.every, self.average = public_dataset, checks.whole("every", every), average
         self.metric = metric
         self._epochs = 0
         self.best = 0.0
@@ -180,7 +181,7 @@ class Evaluate(Callback):
         scores = metric(model, self.dataset)
         if not isinstance(scores, Mapping):
             raise ConfigurationError(
-                f"metric(model, dataset) gives scores by name, such as {{'loss': 0.5}}; got {_checks.shown(scores)}"
+                f"metric(model, dataset) gives scores by name, such as {{'loss': 0.5}}; got {checks.shown(scores)}"
             )
         return dict(scores)
 
@@ -208,8 +209,8 @@ class EarlyStopping(Callback):
     order = 1
 
     def __init__(self, metric: str = "accuracy", patience: int = 5, mode: str = "max"):
-        self.metric, self.patience = metric, _checks.whole("patience", patience)
-        self._sign = {"max": 1.0, "min": -1.0}[_checks.one_of("mode", mode, ("max", "min"))]
+        self.metric, self.patience = metric, checks.whole("patience", patience)
+        self._sign = {"max": 1.0, "min": -1.0}[checks.one_of("mode", mode, ("max", "min"))]
         self.best: float | None = None
         self.waited = 0
         self._warned = False
@@ -223,7 +224,7 @@ class EarlyStopping(Callback):
         """Compare the newest value."""
         if not self._warned and trainer.metrics.new and self.metric not in trainer.metrics:
             known, self._warned = ", ".join(sorted(trainer.metrics)), True
-            _checks.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}")
+            checks.warn(f"EarlyStopping waits for {self.metric!r}; so far the scores are {known}")
         if self.metric not in trainer.metrics.new:
             return
         score = trainer.metrics[self.metric]
@@ -289,7 +290,7 @@ class CSVLog(Callback):
                     float(value or 0)
         except (ValueError, TypeError, csv.Error) as error:
             raise PrivacyError(
-                f"{self.path} is damaged ({_checks.shown(str(error))}): it is only a log, move it away and resume"
+                f"{self.path} is damaged ({checks.shown(str(error))}): it is only a log, move it away and resume"
             ) from None
         return rows
 
@@ -360,7 +361,7 @@ class Checkpoint(Callback):
     order = 2
 
     def __init__(self, path: str | Path, every: int = 1, share: float = 1.0):
-        self.path, self.every, self.share = Path(path), _checks.whole("every", every), _checks.fraction("share", share)
+        self.path, self.every, self.share = Path(path), checks.whole("every", every), checks.fraction("share", share)
         refuse_unwritable(self.path)  # now, and not when something is to be saved
         self._epochs = 0
         self._saved_at = self._seconds = 0.0  # when the last one was ready, and how long it took

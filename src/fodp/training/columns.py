@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from fodp.sampling import tensor_columns
+from fodp.lots.records import tensor_columns
 
 _LEAST = -(2**62)  # stands for what is missing
 _MOST = 2**25  # numbers in lists that are looked at

@@ -9,13 +9,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, LedgerError, PrivacyError
 from fodp.accounting.budget import RenyiBudget
+from fodp.errors import ConfigurationError, LedgerError, PrivacyError
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.state import checkpoint
 from fodp.state.published import privacy_card
+from fodp.support import checks
 from fodp.training.exported import prediction_notes
 from fodp.training.folder import RunFolder
 
@@ -31,8 +31,8 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     saved = checkpoint.load(folder.checkpoint)
     try:
         plan = Plan(**saved["plan"])
-        _checks.whole("step", saved["step"], minimum=0)
-        planned = plan.steps if saved["planned"] is None else _checks.whole("planned", saved["planned"])
+        checks.whole("step", saved["step"], minimum=0)
+        planned = plan.steps if saved["planned"] is None else checks.whole("planned", saved["planned"])
         steps, budget = _charged(folder, plan, saved)
         card = privacy_card(plan, steps, planned, budget) | _prediction_notes(folder, file)
         write_weights(saved["model"], card, file)

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fodp._checks import DataError
 from fodp.data.arrays import normalise_
 from fodp.data.cards import Card
 from fodp.data.models import MODELS, build
+from fodp.errors import DataError
 
 
 @dataclass(frozen=True)

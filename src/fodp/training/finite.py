@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from fodp._checks import DataError
-from fodp.sampling import tensor_columns
+from fodp.errors import DataError
+from fodp.lots.records import tensor_columns
 
 _AT_ONCE = 2**20  # numbers; what is looked at needs memory of its own
 

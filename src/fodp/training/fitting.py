@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fodp import _checks
-from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import rounded_up
 from fodp.clipping.maps import Factor, mapped_length
+from fodp.errors import BudgetError, ConfigurationError
 from fodp.methods import Method
 from fodp.options.option import numbers
 from fodp.options.rate import AGREEMENT, automatic_rate, relative_noise
 from fodp.options.rate_rules import FollowedTranscript
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.session import Session
+from fodp.support import checks
 
 PLANNED = "planned_lr"  # the rate of a schedule's factor 1, in the optimizer's groups
 
@@ -157,7 +157,7 @@ def _refuse_what_would_not_act(method: Method) -> None:
 
 def steps_within(plan: Plan, target_epsilon: float) -> int:
     """The most steps of the plan whose ε does not exceed the target; refuses if not even one fits."""
-    _checks.positive("target_epsilon", target_epsilon)
+    checks.positive("target_epsilon", target_epsilon)
     if plan.epsilon() <= target_epsilon:
         return plan.steps
     low, high = 0, plan.steps  # ε(low) fits, ε(high) does not

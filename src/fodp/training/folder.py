@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import ConfigurationError, LedgerError, PrivacyError
-from fodp._files import Hold, atomically, is_address, refuse_unwritable
+from fodp.errors import ConfigurationError, LedgerError, PrivacyError
+from fodp.support.files import Hold, atomically, is_address, refuse_unwritable
 
 _TEXTS = ("run", "ledger", "dataset_name", "budget")  # of a configuration; what else is wrong shows when it is used
 

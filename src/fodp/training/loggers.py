@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp._extras import need
 from fodp.ledger.store import whole_minutes
+from fodp.support.extras import need
 from fodp.training.callbacks import Callback
 
 if TYPE_CHECKING:

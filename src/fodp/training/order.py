@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.plan import Plan
 
 _WANTED = {

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fodp._checks import ConfigurationError, DataError, PrivacyError
 from fodp.clipping.batches import repeat, tensors
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
+from fodp.errors import ConfigurationError, DataError, PrivacyError
 from fodp.training.bad_records import explain, refuse_unlike
 from fodp.training.columns import whole_numbers
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from fodp._checks import ConfigurationError, DataError, PrivacyError, shown, whole
+from fodp.errors import ConfigurationError, DataError, PrivacyError
+from fodp.support.checks import shown, whole
 
 
 class Metrics(UserDict[str, float]):

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import LedgerError, PrivacyError
-from fodp._files import atomically
+from fodp.errors import LedgerError, PrivacyError
+from fodp.support.files import atomically
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fodp._checks import BudgetError, ConfigurationError
 from fodp.accounting import Phase, rounded_up
 from fodp.accounting.budget import Repetitions
 from fodp.accounting.composition import calibrate_scale, rdp_curve, tally
 from fodp.accounting.renyi import epsilon_from_rdp
+from fodp.errors import BudgetError, ConfigurationError
 from fodp.plan import Plan
 
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}

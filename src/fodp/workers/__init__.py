@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 
 class WorkerDied(PrivacyError):

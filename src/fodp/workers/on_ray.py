@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
-from fodp._extras import need
+from fodp.errors import ConfigurationError
+from fodp.support import checks
+from fodp.support.extras import need
 from fodp.workers import WorkerDied
 
 ATTEMPTS = 3  # a run whose worker dies so often will kill the next one too
@@ -137,7 +137,7 @@ def _checked(address: str) -> str:
     host, _, port = address.rpartition(":")
     if address in (_LOCAL, "auto") or (host and "/" not in host and port.isascii() and port.isdecimal()):
         return address
-    raise ConfigurationError(f"--ray takes local, auto or HOST:PORT of a cluster, got {_checks.shown(address)}")
+    raise ConfigurationError(f"--ray takes local, auto or HOST:PORT of a cluster, got {checks.shown(address)}")
 
 
 def _knock(address: str) -> None:

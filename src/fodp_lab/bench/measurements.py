@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fodp
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp_lab.bench.measure import paired
 from fodp_lab.bench.targets import BEST_OPACUS, MEMORY_FACTOR, PLAIN, TARGETS, Target
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import fodp
-from fodp import _devices
 from fodp.noise import chacha
+from fodp.support import devices
 from fodp_lab.bench.contenders import CONTENDERS, Contender
 from fodp_lab.bench.measure import Say, interleaved, median_interval
 from fodp_lab.bench.targets import PLAIN
@@ -54,10 +54,10 @@ def noise_ns(device: torch.device, numbers: int = _NUMBERS) -> float:
     out, key = torch.zeros(numbers, device=device), bytes(32)  # of no run
     seconds = []
     for turn in range(_TIMES + 1):
-        _devices.finish(device)
+        devices.finish(device)
         start = time.perf_counter()
         chacha.add_normals_(out, 1.0, key, 0)
-        _devices.finish(device)
+        devices.finish(device)
         if turn:  # the first one compiles
             seconds.append(time.perf_counter() - start)
     return 1e9 * statistics.median(seconds) / numbers

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp_lab.bench.measure import ONE_THREAD, Say
 
 COMMAND = "train --preset paper --dataset cifar10 --seed 0 --threads 1 --eval-every 1 --json --quiet"

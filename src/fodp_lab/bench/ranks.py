@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fodp import Plan, Trainer
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp_lab.bench.workloads import WORKLOADS
 
 MOST_RANKS = 3

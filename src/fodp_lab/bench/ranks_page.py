@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp_lab.bench.needs import settings
 
 BEGIN = "<!-- begin: {}, written by `python tests/scaling_page.py` -->"

@@ -60,14 +60,14 @@ def _burst(step: Any, count: int, spec: dict[str, Any]) -> list[float]:
     """Seconds by the clock of a burst of steps, shared equally: a device works on while the host goes ahead."""
     import torch
 
-    from fodp import _devices
+    from fodp.support import devices
 
     device = torch.device(spec["device"])
-    _devices.finish(device)
+    devices.finish(device)
     start = time.perf_counter()
     for _ in range(count):
         step()
-    _devices.finish(device)
+    devices.finish(device)
     return [(time.perf_counter() - start) / count] * count
 
 

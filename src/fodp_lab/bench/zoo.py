@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fodp import _extras
 from fodp.clipping import Clipper
 from fodp.clipping.batches import doubled
+from fodp.support import extras
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _decoder_sizes() -> dict[str, Any]:
 
 
 def _hugging(config: str, model: str, loss: Any, batch: Callable[[], Any] = _words, **options: Any) -> Example:
-    _extras.need("transformers", "a model of Hugging Face", extra="hf")
+    extras.need("transformers", "a model of Hugging Face", extra="hf")
     import transformers
 
     made = getattr(transformers, model)(getattr(transformers, config)(**options))
@@ -113,7 +113,7 @@ def _gpt2(**options: Any) -> nn.Module:
 
 
 def _peft(config: str, **options: Any) -> Example:
-    _extras.need("peft", "a fine-tuned model", extra="hf")
+    extras.need("peft", "a fine-tuned model", extra="hf")
     import peft
 
     model = peft.get_peft_model(_gpt2(), getattr(peft, config)(task_type="CAUSAL_LM", **options))

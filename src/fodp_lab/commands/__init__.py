@@ -1,7 +1,7 @@
 """`fodp reproduce | report | bench`: found by the entry points of this package, if the extra `lab` is installed."""
 
-from fodp._extras import need
 from fodp.cli.commands import Command
+from fodp.support.extras import need
 from fodp_lab.commands import bench, report, reproduce
 
 for _module in ("filelock", "jinja2", "matplotlib", "pooch", "sklearn"):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp._checks import PrivacyError, whole
+from fodp.errors import PrivacyError
+from fodp.support.checks import whole
 from fodp_lab.bench.targets import DP_SGD, MEMORY_BATCH, PLAIN, TITLES
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ def _on_device(options: argparse.Namespace) -> int:
     asked = [name for name in ("zoo", "scaling", "paper_run", "all", "markdown", "model") if getattr(options, name)]
     if asked:
         raise PrivacyError(f"--device measures the workloads alone: leave out --{asked[0].replace('_', '-')}")
-    from fodp import _devices
+    from fodp.support import devices
     from fodp_lab.bench import on_device
     from fodp_lab.bench.measure import BURST_SECONDS
 
-    device = _devices.named(options.device)
+    device = devices.named(options.device)
     names = _named_workloads(options)
     rounds = whole("--rounds", options.rounds if options.rounds is not None else 2 if options.quick else 9)
     with _progress() as say:
@@ -121,7 +122,7 @@ def _named_workloads(options: argparse.Namespace) -> list[str]:
 
 def _zoo(options: argparse.Namespace) -> int:
     """Real models: measured, or the page of what was."""
-    from fodp._extras import need
+    from fodp.support.extras import need
     from fodp_lab.bench import measurements
 
     if options.markdown is None:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 
 def options(parser: argparse.ArgumentParser) -> None:

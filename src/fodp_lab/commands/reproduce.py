@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp import _checks
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
+from fodp.support import checks
 
 if TYPE_CHECKING:
     from fodp_lab.paper.fair import Row
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.suite in NAMES and options.only is None:
         options.suite, options.only = "paper", options.suite
-    _checks.one_of("SUITE", options.suite, ("paper", "fair", "utility", *NAMES))
+    checks.one_of("SUITE", options.suite, ("paper", "fair", "utility", *NAMES))
     for name in ("seeds", "jobs"):
         if getattr(options, name) is not None:
-            _checks.whole(f"--{name}", getattr(options, name))
+            checks.whole(f"--{name}", getattr(options, name))
     if options.data_dir:
         os.environ["FODP_DATA"] = str(Path(options.data_dir).resolve())  # the worker processes read it
     folder = Path(options.out or ("results-quick" if options.quick else "results"))
@@ -92,7 +92,7 @@ def _paper(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         raise PrivacyError("--challenge adds a row to the fair comparison: say `fodp reproduce fair --challenge ...`")
     names = [name.strip() for name in options.only.split(",")] if options.only else list(NAMES)
     for name in names:
-        _checks.one_of("--only", name, NAMES)
+        checks.one_of("--only", name, NAMES)
     seeds = 2 if options.quick and options.seeds is None else options.seeds
     specs = [spec for name in names if name != RUNTIME for spec in EXPERIMENTS[name].runs(seeds)]
     with Runner(folder / "paper.jsonl", options.jobs, quiet=options.quiet, ray=options.ray) as runner:
@@ -147,7 +147,7 @@ def _utility(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.challenge or options.label or options.set or options.lr is not None:
         raise PrivacyError("--challenge and its options add a row to the fair comparison: say `fodp reproduce fair`")
     if options.only is not None:
-        _checks.one_of("--only", options.only, ("search",))
+        checks.one_of("--only", options.only, ("search",))
     beside = utility.taken_over(folder)
     with Runner(folder / "utility.jsonl", options.jobs, quiet=options.quiet, beside=beside, ray=options.ray) as runner:
         suite = utility.Suite(runner.records, options.quick, options.seeds, code_of)

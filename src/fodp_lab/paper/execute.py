@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from fodp.cli._malloc import keep_freed_memory
 from fodp.data import Splits
 from fodp.data.models import cross_entropy
+from fodp.identity.private_data import declare_public
 from fodp.noise import Streams
-from fodp.private_data import declare_public
 from fodp.sampling import PoissonSampler
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.methods import find
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec

@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 
 
 class Records:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.workers import open_pool
 from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.records import Records, alone

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.options.table import known_names
 from fodp.plan import Plan
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fodp._checks import DataError
 from fodp.data import Card, Splits
 from fodp.data.loading import LARGEST_VALIDATION
+from fodp.errors import DataError
 
 BUCKETS = 4096  # 0 is padding, words are 1 to 4095: public, whatever the text
 LENGTH = 24  # words of a sentence; what follows is cut off

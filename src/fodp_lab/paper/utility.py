@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fodp._checks import PrivacyError
+from fodp.errors import PrivacyError
 from fodp.methods import find, recipe
 from fodp.plan import Plan
 from fodp_lab.paper import fair, variants

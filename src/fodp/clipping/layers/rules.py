@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fodp._checks import ConfigurationError, shown
 from fodp.clipping.layers.convolutions import Convolution
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.uses import Dense, Outer, Product, Use
+from fodp.errors import ConfigurationError
+from fodp.support.checks import shown
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Use]]
 

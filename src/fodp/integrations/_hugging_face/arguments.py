@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
 from fodp.plan import Plan
+from fodp.support.checks import shown
 
 _PLAIN_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _WITH_A_SCORE = ("reduce_lr_on_plateau", "greedy")

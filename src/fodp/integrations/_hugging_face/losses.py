@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fodp import losses
-from fodp._checks import ConfigurationError
 from fodp.clipping.buffers import modules_of
+from fodp.errors import ConfigurationError
 
 PerRow = Callable[[Any, Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 from fodp.ranks import here
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # names of accelerate: every process has the whole model

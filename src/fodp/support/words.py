@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from fodp._checks import ConfigurationError, listed
+from fodp.errors import ConfigurationError
+from fodp.support.checks import listed
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
-from fodp._forms import leaves
-from fodp.origins import Origins, columns_of, held_by
-from fodp.row_samples import Marks, marks_of
+from fodp.errors import ConfigurationError
+from fodp.identity.origins import Origins, columns_of, held_by
+from fodp.identity.row_samples import Marks, marks_of
+from fodp.support import checks
+from fodp.support.forms import leaves
 
-_SAY_SO = "fodp.private_data.declare_public(data), or --shared-rows-are-public"
+_SAY_SO = "fodp.identity.private_data.declare_public(data), or --shared-rows-are-public"
 HOLD_OUT = "hold rows out before training (torch.utils.data.random_split, train_test_split) and give those"
 
 _COPY, _SOME = 0.5, 0.02  # of the public rows are private ones: it is a copy; it is worth a warning
@@ -97,7 +97,7 @@ class PrivateData:
                     f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
                 )
             if share >= _SOME:
-                _checks.warn(
+                checks.warn(
                     f"{door}: some of these rows are in the training data too, and what is computed from public data "
                     f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
                 )

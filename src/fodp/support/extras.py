@@ -4,7 +4,7 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
-from fodp._checks import ConfigurationError
+from fodp.errors import ConfigurationError
 
 _PACKAGES = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}  # where pip knows a module by another name
 

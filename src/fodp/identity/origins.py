@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fodp import _checks
-from fodp._checks import DataError
+from fodp.errors import DataError
+from fodp.support import checks
 
 Numbers = npt.NDArray[np.int64]
 
@@ -170,7 +170,7 @@ def _holds_objects(item: Any) -> bool:
 def _taken(inner: Numbers, chosen: Any) -> Numbers:
     chosen = np.asarray(chosen)
     if chosen.size and chosen.dtype.kind not in "iub":
-        raise DataError(f"the indices of a Subset must be whole numbers, got {_checks.shown(chosen.flat[0])}")
+        raise DataError(f"the indices of a Subset must be whole numbers, got {checks.shown(chosen.flat[0])}")
     try:
         return inner[chosen.astype(np.int64).reshape(-1)]  # a negative index counts from the end, as in data sets
     except IndexError as error:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fodp import _checks
-from fodp._checks import DataError
-from fodp.origins import columns_of, origins
-from fodp.row_samples import Rows, Vector, halves
+from fodp.errors import DataError
+from fodp.identity.origins import columns_of, origins
+from fodp.identity.row_samples import Rows, Vector, halves
+from fodp.support import checks
 
 _ROWS = 2**14
 _COMPARED, _COLUMNS = 512, 64  # rows and columns whose values are counted
@@ -53,7 +53,7 @@ def refuse_repeated(dataset: Any, owners: Any = None) -> None:
 def warn_of_equal_rows(dataset: Any, owners: Any = None) -> None:
     """Warn if rows occur again and again that are not likely to do so by chance."""
     if _looks_copied(dataset, owners):
-        _checks.warn(
+        checks.warn(
             f"{EQUAL_ROWS}: if they are copies of one example, "
             f"it moves a sum by more than C, and epsilon holds for one of the copies only. In that case {REMEDY}"
         )

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fodp import _checks
-from fodp._checks import ConfigurationError, DataError, shown
+from fodp.errors import ConfigurationError, DataError
 from fodp.sampling import Lot, PoissonSampler, WordStreams
+from fodp.support import checks
+from fodp.support.checks import shown
 
 _NUMBERS = 2**40  # under which records draw (`fodp.draws`)
 
@@ -65,7 +66,7 @@ class PeopleSampler(PoissonSampler):
     ):
         super().__init__(owners.count, rate, streams, turns)
         self.owners, self._blocks = owners, streams
-        self._most, self._rooms = _checks.whole("records_per_person", most), _NUMBERS // copies
+        self._most, self._rooms = checks.whole("records_per_person", most), _NUMBERS // copies
 
     def draw(self, step: int, name: str = "mask", rate: float | None = None) -> Lot:
         """The lot of this step, at the sampler's rate or at one given for this step."""
@@ -103,7 +104,7 @@ def _names(names: Any, records: int) -> list[Any]:
     """The names as whole numbers, or as texts."""
     if isinstance(names, str | bytes) or not hasattr(names, "__len__") or isinstance(names, Mapping):
         raise ConfigurationError(f"owners must be a list, an array or a tensor of names, got {shown(names)}")
-    listed = names.tolist() if hasattr(names, "tolist") else [_checks.builtin(name) for name in names]
+    listed = names.tolist() if hasattr(names, "tolist") else [checks.builtin(name) for name in names]
     if len(listed) != records:
         raise DataError(f"owners must name one owner for each of the {records} records, got {len(listed)}")
     kinds = {str if isinstance(name, str) else type(name) for name in listed}

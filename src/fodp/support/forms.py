@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fodp._checks import DataError
+from fodp.errors import DataError
 
 EXAMPLES_FIRST = (
     "let collate_fn return tensors with the records along dimension 0, lists with an item for each record, or dicts, "

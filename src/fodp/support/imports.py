@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
+from fodp.support.checks import shown
 
 
 @contextmanager

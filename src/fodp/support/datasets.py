@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fodp._checks import DataError
+from fodp.errors import DataError
 
 _COLUMNS = 8  # a list of more arrays is a list of records
 

@@ -5,18 +5,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from fodp import _checks
-from fodp._checks import ConfigurationError
 from fodp.accounting import MOST_STEPS
+from fodp.errors import ConfigurationError
+from fodp.support import checks
 
 CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    "public_size": _checks.whole,
-    "batch": _checks.positive,
-    "epochs": _checks.positive,
-    "sampling_rate": _checks.fraction,
-    "lot_size": _checks.positive,
-    "steps": partial(_checks.whole, maximum=MOST_STEPS),
-    "delta": _checks.open_fraction,
+    "public_size": checks.whole,
+    "batch": checks.positive,
+    "epochs": checks.positive,
+    "sampling_rate": checks.fraction,
+    "lot_size": checks.positive,
+    "steps": partial(checks.whole, maximum=MOST_STEPS),
+    "delta": checks.open_fraction,
 }
 SIZES = ("public_size", "batch", "epochs")  # what may be said beside the fields of a plan
 
@@ -33,7 +33,7 @@ def usual_delta(public_size: int) -> float:
 
 def steps_of(epochs: Any, rate: float, name: str = "epochs") -> int:
     """How many steps at this rate are so many passes over the data."""
-    steps = _checks.positive(name, epochs) / rate
+    steps = checks.positive(name, epochs) / rate
     if steps > MOST_STEPS:
         raise ConfigurationError(f"{name} {epochs:g} at a sampling rate of {rate:g} are more than {MOST_STEPS:g} steps")
     return max(1, round(steps))
@@ -50,7 +50,7 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
         {'sampling_rate': 0.1, 'lot_size': 100, 'steps': 30, 'delta': 1e-05}
     """
     said = {name: given[name] for name in CHECKS if given.get(name) is not None}
-    _checks.together(*(partial(check, name, said[name]) for name, check in CHECKS.items() if name in said))
+    checks.together(*(partial(check, name, said[name]) for name, check in CHECKS.items() if name in said))
     size, batch = said.get("public_size"), said.get("batch")
     if size is not None and batch is not None:
         if batch > size:

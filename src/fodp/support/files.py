@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fodp._checks import ConfigurationError
-from fodp._forks import Owner
+from fodp.errors import ConfigurationError
+from fodp.support.forks import Owner
 
 _SPARE = 2**20  # bytes kept for the small files that a run still writes when the disk is full
 

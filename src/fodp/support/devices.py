@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from fodp._checks import ConfigurationError, shown
+from fodp.errors import ConfigurationError
+from fodp.support.checks import shown
 
 
 def named(name: str) -> torch.device:

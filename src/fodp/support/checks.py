@@ -7,34 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from fodp.errors import ConfigurationError
+
 # Packages that call each other on the user's behalf: a warning points at the first line that is in none of them.
 _NOT_THE_USERS = (
     "fodp", "fodp_lab", "torch", "transformers", "accelerate", "lightning", "lightning_utilities", "pytorch_lightning",
     "sklearn", "joblib", "imblearn", "dataclasses", "contextlib", "functools", "threading",
 )  # fmt: skip
-
-
-class PrivacyError(ValueError):
-    """Something that would make the stated guarantee false, or that cannot be run as asked.
-
-    Most are of one of four kinds, which tell who can mend them; docs/errors.md has examples.
-    """
-
-
-class ConfigurationError(PrivacyError):
-    """An argument, option, model, loss or optimizer that does not fit: change the code or the command."""
-
-
-class DataError(PrivacyError):
-    """Data that cannot be read or trained on as it is: look at the files or the records."""
-
-
-class LedgerError(PrivacyError):
-    """A ledger or checkpoint that is missing, damaged, foreign or in use: restore it, or take the right one."""
-
-
-class BudgetError(PrivacyError):
-    """The budget or target ε does not allow this: wait, ask for less, or raise the limit if you may."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

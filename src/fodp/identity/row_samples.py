@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_seeded
-from fodp.origins import columns_of, held_by
+from fodp.identity.origins import columns_of, held_by
 
 Vector = npt.NDArray[np.float32]
 Row = list[tuple[str, Vector]]  # the parts of a record by their names; its single numbers are one part, ""

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
-from fodp._checks import PrivacyError
 from fodp.accounting import Event, Phase, epsilon_of
 from fodp.audit import tape
 from fodp.audit.replay import differences
 from fodp.audit.tape import Tape, event_faults, same
+from fodp.errors import PrivacyError
 from fodp.methods import METHODS, Method, register
 from fodp.options.table import known_names
 from fodp.plan import Plan

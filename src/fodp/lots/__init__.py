@@ -1,0 +1,1 @@
+"""How records become lots: reading them, people as units, lots of very large data."""

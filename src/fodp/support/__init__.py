@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of privacy: argument checks, files, nested batches, optional packages."""
