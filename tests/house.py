@@ -1,0 +1,184 @@
+"""Measures the house: private doors, large things, sizes.  python tests/house.py [folder or file …]
+
+`tests/test_house.py` holds what is found here to the limits of `docs/architecture.md`.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src"
+
+MOST_ATTRIBUTES, MOST_METHODS, MOST_PARAMETERS, MOST_LINES = 15, 25, 12, 50
+
+# What belongs to others, and has no public name there: the file that may touch it, and why.
+FOREIGN: dict[tuple[str, str], str] = {}
+
+OF_TUPLES = {"_replace", "_asdict", "_make", "_fields"}  # the public names of named tuples
+
+# Attributes that PyTorch and other packages mean to be set from outside.
+SETTABLE = {"grad", "data", "requires_grad", "__doc__", "__signature__", "__wrapped__", "__name__", "training"}
+
+
+class Finding(NamedTuple):
+    """A place that breaks a rule of the house."""
+
+    rule: str
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.what}"
+
+
+def files(*under: str) -> list[Path]:
+    """The library's files, or those under these folders of it."""
+    tops = [ROOT / name for name in under] or [SOURCES / "fodp", SOURCES / "fodp_lab"]
+    return sorted(file for top in tops for file in ([top] if top.is_file() else top.rglob("*.py")))
+
+
+def lines(*under: str, ending: str = "py") -> int:
+    """All lines of these files or folders: code, docstrings, comments and blank ones."""
+    tops = [ROOT / name for name in under]
+    found = [file for top in tops for file in ([top] if top.is_file() else top.rglob(f"*.{ending}"))]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in found)
+
+
+def findings(file: Path) -> Iterator[Finding]:
+    """Everything in one file that breaks a rule."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    name = str(file.relative_to(SOURCES)) if file.is_relative_to(SOURCES) else str(file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fodp"):
+            for alias in node.names:
+                if _is_private(alias.name):
+                    yield Finding("private import", name, node.lineno, f"{node.module}.{alias.name}")
+        if isinstance(node, ast.ClassDef):
+            yield from _large_class(node, name)
+        if isinstance(node, ast.FunctionDef):
+            yield from _large_function(node, name)
+    yield from _doors(tree, name)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def _doors(tree: ast.Module, file: str) -> Iterator[Finding]:
+    """Private names of other objects, and attributes of other objects that are set."""
+
+    def visit(node: ast.AST, own: frozenset[str], made: frozenset[str]) -> Iterator[Finding]:
+        if isinstance(node, ast.ClassDef):
+            own = frozenset(_names_of(node))
+        if isinstance(node, ast.FunctionDef):
+            made = frozenset(_made_here(node))
+        if _is_door(node, own) and (file, node.attr) not in FOREIGN:  # type: ignore[attr-defined]
+            yield Finding("private door", file, node.lineno, ast.unparse(node))
+        for target in _targets(node):
+            if isinstance(target, ast.Attribute) and not _is_self(target.value) and target.attr not in SETTABLE:
+                base = target.value
+                if isinstance(base, ast.Name) and base.id in made | {"state"}:
+                    continue  # made by this function and not yet given away; a method is given its state to change
+                if (file, target.attr) not in FOREIGN and not _is_private(target.attr):
+                    yield Finding("set from outside", file, target.lineno, ast.unparse(target))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, own, made)
+
+    yield from visit(tree, frozenset(), frozenset())
+
+
+def _is_door(node: ast.AST, own: frozenset[str]) -> bool:
+    """Whether this is a private name of another object; a class knows its own in other objects of it."""
+    if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
+        return False
+    return not _is_self(node.value) and node.attr not in own | OF_TUPLES
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    """What an assignment sets."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _leaves(target)
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+
+
+def _leaves(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from _leaves(element)
+    else:
+        yield target
+
+
+def _is_self(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+        return True
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _self_targets(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Where attributes of `self` are set."""
+    for node in ast.walk(tree):
+        for target in _targets(node):
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                yield target
+
+
+def _names_of(node: ast.ClassDef) -> set[str]:
+    """The attributes and methods that a class gives itself."""
+    names = {target.attr for target in _self_targets(node)}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(item.name)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            names.add(item.target.id)
+        elif isinstance(item, ast.Assign):
+            names |= {target.id for target in item.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _made_here(node: ast.FunctionDef) -> set[str]:
+    """Names that hold something which this function has made by a call of a class or of `copy`."""
+    made = set()
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assign) and isinstance(item.value, ast.Call):
+            called = ast.unparse(item.value.func).rpartition(".")[2]
+            if called[:1].isupper() or called in ("copy", "deepcopy", "replace", "__new__", "super", "cls", "state"):
+                made |= {target.id for target in item.targets if isinstance(target, ast.Name)}
+    return made
+
+
+def _large_class(node: ast.ClassDef, file: str) -> Iterator[Finding]:
+    attributes = {target.attr for target in _self_targets(node)}
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if len(attributes) > MOST_ATTRIBUTES:
+        yield Finding("large class", file, node.lineno, f"{node.name} has {len(attributes)} attributes")
+    if len(methods) > MOST_METHODS:
+        yield Finding("large class", file, node.lineno, f"{node.name} has {len(methods)} methods")
+
+
+def _large_function(node: ast.FunctionDef, file: str) -> Iterator[Finding]:
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        length -= (first.end_lineno or first.lineno) - first.lineno + 1  # its docstring
+    if length > MOST_LINES:
+        yield Finding("large function", file, node.lineno, f"{node.name} has {length} lines without its docstring")
+    arguments = node.args
+    count = len(
+        [a for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls")]
+    )
+    if count > MOST_PARAMETERS and not (_is_private(node.name) or "sklearn" in file):
+        yield Finding("many parameters", file, node.lineno, f"{node.name} has {count}")
+
+
+if __name__ == "__main__":
+    found = [finding for file in files(*sys.argv[1:]) for finding in findings(file)]
+    for finding in found:
+        print(finding)
+    print(f"{len(found)} findings; src/fodp {lines('src/fodp')} lines, tests {lines('tests')} lines")
