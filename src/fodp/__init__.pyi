@@ -33,8 +33,8 @@ from .methods.mechanism import GaussianMechanism as GaussianMechanism
 from .own_loop import make_private as make_private
 from .plan import Plan as Plan
 from .queries import Query as Query
+from .runs.exported import load_exported as load_exported
 from .session import Session as Session
 from .trainer import Trainer as Trainer
-from .training.exported import load_exported as load_exported
 
 __version__: str

@@ -149,7 +149,7 @@ def test_help_names_the_default_that_train_takes(capsys, command):
 def test_what_is_given_to_predict_is_not_told(tmp_path):
     from fodp.data.cards import Card, own_card
     from fodp.data.models import build
-    from fodp.training.exported import Exported
+    from fodp.runs.exported import Exported
 
     schema = {"public_size": 10, "columns": {"age": {"bounds": [0, 9]}, "y": {"values": [0, 1]}}, "target": "y"}
     words = dict(assume_size=10, test_size=0, classes=2, shape=(2,), is_uint8=False)

@@ -248,7 +248,7 @@ class TestSubsample:
     def test_the_final_run_is_made_once(self, tune, tmp_path, monkeypatch):
         """A second one, after the first was written, would be a release that nobody paid for."""
         with monkeypatch.context() as patch:
-            patch.setattr("fodp.training.folder.RunFolder.write", broken_at("result.json"))
+            patch.setattr("fodp.runs.folder.RunFolder.write", broken_at("result.json"))
             assert tune(*self.WORDS, pool=Here()) == 130
         pool = Here(scores={0.1: 0.3, 0.2: 0.3, 0.4: 0.3})
         assert tune("--resume", new=False, pool=pool) == 0
@@ -263,7 +263,7 @@ class TestSubsample:
 
 
 def broken_at(name):
-    from fodp.training.folder import write_atomically
+    from fodp.runs.folder import write_atomically
 
     def write(self, file, text):
         if file.name == name:

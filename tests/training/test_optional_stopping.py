@@ -23,10 +23,10 @@ from fodp.accounting.budget import RenyiBudget
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
+from fodp.runs.export import privacy_card
 from fodp.state.published import stated_epsilon
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback, Evaluate
-from fodp.training.export import privacy_card
 
 
 def plan(**changes):

@@ -30,9 +30,9 @@ from fodp.cli.main import main
 from fodp.ledger import Ledger, replays
 from fodp.ledger.card import faults
 from fodp.noise import Streams
+from fodp.runs.export import export
 from fodp.state import checkpoint
 from fodp.training.callbacks import Callback, Checkpoint, CSVLog
-from fodp.training.export import export
 
 STEPS = 6
 CRASHED, REFUSED, BROKEN = 77, 2, 99

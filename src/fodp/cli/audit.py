@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> dict[str, Any]:
     said = given(options, apart=_OF_THE_ATTACK)
     if options.run_folder is not None:
-        from fodp.training.folder import RunFolder
+        from fodp.runs.folder import RunFolder
 
         if said:
             option = "--" + next(iter(said)).replace("_", "-")

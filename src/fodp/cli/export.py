@@ -13,7 +13,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write weights with the privacy card as metadata."""
     from fodp.accounting import rounded_up
-    from fodp.training.export import export
+    from fodp.runs.export import export
 
     card = export(Path(options.run_folder), Path(options.file))
     spent = f"epsilon {rounded_up(card['epsilon'])} at delta {rounded_up(card['delta'], 6)}"

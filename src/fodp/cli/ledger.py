@@ -114,7 +114,7 @@ def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budg
 def run(options: argparse.Namespace) -> int:
     """Show, check, export or charge."""
     from fodp.ledger import Ledger
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
 
     path: Path | str = options.file if is_address(options.file) else Path(options.file)
     if os.path.isdir(path):  # unlike Path.is_dir, it does not mind a name too long

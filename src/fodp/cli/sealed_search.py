@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fodp.data import Splits
     from fodp.ledger import Ledger
     from fodp.plan import Plan
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
     from fodp.tuning.sealed import Sealed, State
     from fodp.tuning.search import Search
     from fodp.workers import Pool
@@ -170,8 +170,8 @@ def conclude(
     from safetensors.torch import load
 
     from fodp.cli.sealed_run import scored_on, sealed_run
-    from fodp.training.export import write_weights
-    from fodp.training.exported import prediction_notes
+    from fodp.runs.export import write_weights
+    from fodp.runs.exported import prediction_notes
     from fodp.tuning.search import statement
 
     result: dict[str, Any] = {"winner": None, "score": None, "model": None, "noise_multiplier": None}

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fodp.ledger import Ledger
     from fodp.plan import Plan
     from fodp.ranks import Processes
+    from fodp.runs.folder import RunFolder
     from fodp.trainer import Trainer
     from fodp.training.callbacks import Callback
-    from fodp.training.folder import RunFolder
 
 EPILOG = """examples:
   fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
 
     with joined(options.rank_timeout) as ranks:
         first = ranks is None or ranks.is_first
@@ -478,7 +478,7 @@ def _says_how_private(config: dict[str, Any]) -> bool:
 
 def _stored_config(options: argparse.Namespace) -> dict[str, Any]:
     """The configuration of the run that is resumed; what is said against it is refused."""
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
 
     stored = RunFolder(options.out).read_config()
     missing = sorted({*_DEFAULTS, "delta", "method", "plan", "run"} - stored.keys())

@@ -15,7 +15,7 @@ from fodp.support import checks
 if TYPE_CHECKING:
     from fodp.data import Splits
     from fodp.plan import Plan
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
     from fodp.tuning.search import Search
 
 EPILOG = """examples:
@@ -61,7 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search, and say what won and what the whole cost."""
     from fodp.cli.sealed_search import begin, conclude, make_runs
-    from fodp.training.folder import RunFolder
+    from fodp.runs.folder import RunFolder
     from fodp.workers import open_pool
 
     if options.jobs is not None:

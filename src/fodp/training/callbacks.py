@@ -18,12 +18,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fodp import accounting
 from fodp.errors import ConfigurationError, PrivacyError
 from fodp.ledger.store import whole_minutes
+from fodp.runs.export import write_weights
+from fodp.runs.folder import write_atomically
 from fodp.state.checkpoint import make_room_for_all
 from fodp.support import checks
 from fodp.support.extras import need
 from fodp.support.files import give_room_back, give_spare_back, refuse_unwritable
-from fodp.training.export import write_weights
-from fodp.training.folder import write_atomically
 from fodp.training.scores import accuracy, refuse_unfit
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from fodp.accounting.budget import RenyiBudget
 from fodp.errors import ConfigurationError, LedgerError, PrivacyError
 from fodp.ledger import Ledger
 from fodp.plan import Plan
+from fodp.runs.exported import prediction_notes
+from fodp.runs.folder import RunFolder
 from fodp.state import checkpoint
 from fodp.state.published import privacy_card
 from fodp.support import checks
-from fodp.training.exported import prediction_notes
-from fodp.training.folder import RunFolder
 
 
 def export(run_folder: Path, file: Path) -> dict[str, Any]:
