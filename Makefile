@@ -74,7 +74,7 @@ soak: $(INSTALLED)  ## kill, race, damage and starve trainings at random and che
 fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped sum beyond its bound; 1 if there is one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py
 
-ends: $(INSTALLED)  ## end 200 trainings of two processes on a busy machine; 1 if one of them is aborted
+ends: $(INSTALLED)  ## end 200 trainings of two and three processes on a busy machine; 1 if one of them is aborted
 	$(BIN)/python tests/ends.py
 
 gate: $(INSTALLED)  ## how long .ci/run and `make quick` take in a fresh clone with a new environment

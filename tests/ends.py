@@ -16,28 +16,32 @@ from pathlib import Path
 
 WORDS = ["train", "--dataset", "digits", "--method", "fo-dp-sgd", "--target-epsilon", "4", "--epochs", "2",
          "--seed", "3", "--quiet"]  # fmt: skip
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fodp"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def started(folder):
-    """One training in two processes, as a user starts it."""
+def started(folder, ranks):
+    """One training in several processes, as a user starts it."""
     log = (folder / "log").open("w")
-    words = [*TORCHRUN, *WORDS, "--out", str(folder / "run")]
+    words = [*TORCHRUN, "--nproc-per-node", str(ranks), "-m", "fodp", *WORDS, "--out", str(folder / "run")]
     return subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def search(ends, at_once):
-    """How many of so many runs did not end with 0."""
+def search(ends, at_once, ranks):
+    """How many of so many runs did not end with 0; the runs take the numbers of ranks in turn."""
     done = bad = 0
     top = Path(tempfile.mkdtemp(prefix="fodp-ends-"))
     while done < ends:
-        folders = [Path(tempfile.mkdtemp(dir=top)) for _ in range(min(at_once, ends - done))]
-        for folder, run in [(folder, started(folder)) for folder in folders]:
+        batch = []
+        for number in range(done, min(done + at_once, ends)):
+            folder = Path(tempfile.mkdtemp(dir=top))
+            count = ranks[number % len(ranks)]
+            batch.append((folder, count, started(folder, count)))
+        for folder, count, run in batch:
             code = run.wait()
             done += 1
             if code:
                 bad += 1
-                print(f"run {done}: exit code {code}\n{(folder / 'log').read_text()}", flush=True)
+                print(f"run {done} on {count} ranks: exit code {code}\n{(folder / 'log').read_text()}", flush=True)
             shutil.rmtree(folder)
         print(f"{done} runs have ended, {bad} of them not with 0", flush=True)
     shutil.rmtree(top)
@@ -48,5 +52,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ends", type=int, default=200, help="runs")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="numbers of processes, in turn")
     options = parser.parse_args()
-    sys.exit(search(options.ends, options.at_once) > 0)
+    sys.exit(search(options.ends, options.at_once, options.ranks) > 0)
