@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test quick test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends gate clean
+.PHONY: demo test quick guards test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends gate clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
@@ -76,6 +76,9 @@ fuzz: $(INSTALLED)  ## search for an hour for an example that moves a clipped su
 
 ends: $(INSTALLED)  ## end 200 trainings of two and three processes on a busy machine; 1 if one of them is aborted
 	$(BIN)/python tests/ends.py
+
+guards: $(INSTALLED)  ## which rules, faults, statements and mutants have tests, compared with those of commit c72e700
+	$(BIN)/python tests/guards.py --compare tests/guards.json
 
 gate: $(INSTALLED)  ## how long .ci/run and `make quick` take in a fresh clone with a new environment
 	$(BIN)/python tests/gate.py
