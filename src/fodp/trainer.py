@@ -149,7 +149,7 @@ class Trainer:
         self.scheduler = _fitting_scheduler(scheduler, self.optimizer, plan)
         # Of several processes the first one looks, writes and keeps the ledger; all of them train.
         self.callbacks = listed if self.session.processes.is_first else []
-        self.allow_non_finite = allow_non_finite  # audits set it, for they plant such records on purpose
+        self._allow_non_finite = allow_non_finite
         end = plan.steps if last_step is None else checks.whole("last_step", last_step, maximum=plan.steps)
         end = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))
         self.course = Course(self.session, dataset, ledger, run_id=run_id, last_step=end)
@@ -253,14 +253,13 @@ class Trainer:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
         self._stop.early = True
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether the fit was asked to end, by a signal or a callback; a callback may set it."""
-        return self._stop.interrupted
+    def interrupt(self) -> None:
+        """End the fit after the step that is under way, as Ctrl-C does; another `fit()` goes on from there."""
+        self._stop.interrupted = True
 
-    @interrupted.setter
-    def interrupted(self, asked: bool) -> None:
-        self._stop.interrupted = asked
+    def accept_non_finite(self) -> None:
+        """From now on take data that is not finite, as with `allow_non_finite=True`: audits plant such records."""
+        self._allow_non_finite = True
 
     def _train(self) -> None:
         if self._refused is not None:
@@ -268,7 +267,7 @@ class Trainer:
         refuse_other_group(self.session.processes)
         self.session.refuse_other_process()
         self._stop = Stop()
-        if not self.allow_non_finite:
+        if not self._allow_non_finite:
             refuse_non_finite(self._dataset)
         self._refuse_private_scores()
         if self.step == 0:

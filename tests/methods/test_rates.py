@@ -267,9 +267,7 @@ def test_with_a_quantile_plain_steps_follow_the_clip_norm():
 
 
 def test_a_checkpoint_brings_its_rate_along(tmp_path):
-    assert (
-        testing.faults("a learning rate of zero by schedule stops the model", testing.METHODS["dp-sgd"], **AUTO) == []
-    )
+    assert testing.faults("a learning rate of zero by schedule stops the model", METHODS["dp-sgd"], **AUTO) == []
     the_plan = plan("dp-sgd", AUTO)
     first = trainer(the_plan)
     trajectory(first, 4)
@@ -297,7 +295,7 @@ class TestWrongRate:
     """A rate that is measured on the data: the size of the clean gradient at the start."""
 
     def test_it_is_caught(self):
-        class RateOfTheData(testing.METHODS["dp-sgd"]):
+        class RateOfTheData(METHODS["dp-sgd"]):
             name = "rate-of-the-data"
 
             def tune(self, optimizer, session, state):

@@ -57,7 +57,8 @@ class Watch(Callback):
         with trainer.averaged():
             self.averages.append(flat(trainer.model))
         assert torch.equal(flat(trainer.model), self.iterates[-1])
-        trainer.interrupted = trainer.step == self.stop
+        if trainer.step == self.stop:
+            trainer.interrupt()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["average"])

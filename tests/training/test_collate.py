@@ -299,7 +299,8 @@ class StopAfter(fodp.callbacks.Callback):
         self.step = step
 
     def on_step(self, trainer):
-        trainer.interrupted = trainer.step == self.step
+        if trainer.step == self.step:
+            trainer.interrupt()
 
 
 class Deadly(Texts):

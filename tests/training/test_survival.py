@@ -396,7 +396,8 @@ class StopAt(Callback):
         self.step = step
 
     def on_step(self, trainer):
-        trainer.interrupted = trainer.step == self.step
+        if trainer.step == self.step:
+            trainer.interrupt()
 
 
 class TestCheckpoint:

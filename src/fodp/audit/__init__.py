@@ -9,7 +9,7 @@ An attack that finds nothing proves nothing; one that finds something proves a m
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from fodp.audit.one_run import attack_training, random_canaries
 from fodp.audit.replay import replay_neighbours
 from fodp.audit.report import LEVEL, Finding, Progress, Report
 from fodp.audit.sampling import check_sampling
-from fodp.audit.subject import Canvas, MakeTrainer, plain_trainer
+from fodp.audit.subject import Canvas, How, MakeTrainer, plain_trainer
 from fodp.clipping.engine import LossFunction
 from fodp.plan import Plan
 from fodp.ranks import refuse_group
@@ -57,20 +57,45 @@ def audit(
     attacks: Sequence[str] = ATTACKS,
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
-    seed: int = 0,
-    secure: bool | None = None,
     progress: Callable[[str, float], None] = lambda attack, done: None,
+    **how: Unpack[How],
 ) -> Report:
-    """The chosen attacks on a plan and the pipeline that `make` builds for it.
+    """The chosen attacks on a plan and on the pipeline that `make` builds for it.
 
-    `make(model, loss_fn, dataset, plan)` returns a fresh trainer; give your own to audit your augmentation, your
-    optimizer or your run. Replay and one-run attack your model with all of that, its loss and its random numbers
-    included; painted gradients and made-up records leave the augmentation out. `secure` True or False runs everything
-    in that mode; None runs the plan in its own and the replay in both. Secure runs take a key made from `seed`, so
-    that an audit can be repeated. Where the plan's unit is a person, people are added and removed, and `make` is given
-    `owners` too; those given here are of the data. `dataset` and `canaries` are tensors or a `TensorDataset`. With a
-    correct pipeline the whole report is consistent with probability `confidence` at least. `progress` is told an attack
-    and how far it is.
+    Guarantee: a correct pipeline passes all attacks with probability `confidence` at least. Passing is no proof.
+
+    Args:
+        plan: the claim under attack.
+        model, loss_fn: what is trained. Replay and one-run attack both, with all that they draw.
+        dataset: tensors or a `TensorDataset`. What is found is computed from it without noise.
+        canaries: records like those of the data set, such as `random_canaries` makes.
+        make: `make(model, loss_fn, dataset, plan)` returns a fresh trainer; give your own to audit your augmentation,
+            your optimizer or your run. Where the plan's unit is a person, it is also given `owners`.
+        owners: for a plan with unit="person", whose each record of the data is.
+        attacks: some of `ATTACKS`.
+        trials: guesses of the mechanism attack for each direction; None makes enough to show a tenth too little noise.
+        confidence: of the whole report.
+        progress: called with an attack and the fraction of it that is done.
+        seed: of the audit's own random numbers, and of the key of secure runs, so that an audit can be repeated.
+        secure: True or False runs everything in that mode; None runs the plan in its own and the replay in both.
+
+    Returns:
+        A `Report`: `consistent`, `exit_code`, `epsilon_lower`, a `Finding` for each attack, `to_dict()`.
+
+    Raises:
+        ConfigurationError: an attack that is not known, a confidence that is no probability, a group of processes.
+        DataError: a data set that is not made of tensors.
+
+    Example:
+        >>> import fodp, torch
+        >>> from fodp import audit
+        >>> data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
+        >>> plan = fodp.Plan(sampling_rate=0.5, steps=3, lot_size=20, noise_multiplier=2.0, delta=1e-3)
+        >>> losses = lambda model, rows: torch.nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")
+        >>> canaries = audit.random_canaries(data, 20, classes=2)
+        >>> report = audit.audit(plan, torch.nn.Linear(3, 2), losses, data, canaries, attacks=["replay"])
+        >>> report.consistent
+        True
     """
     refuse_group("an audit")
     checks.open_fraction("confidence", confidence)
@@ -79,13 +104,13 @@ def audit(
 
     def attack(name: str) -> Finding:
         told = functools.partial(progress, name)
-        common: dict[str, Any] = {"make": make, "seed": seed, "secure": secure, "progress": told}
         if name == "mechanism":
-            return attack_mechanism(plan, trials=trials, confidence=each, **common)
+            return attack_mechanism(plan, make, trials=trials, confidence=each, progress=told, **how)
         if name == "sampling":
-            return check_sampling(plan, confidence=each, **common)
+            return check_sampling(plan, make, confidence=each, progress=told, **how)
         if name == "replay":
-            return replay_neighbours(plan, model, loss_fn, dataset, **common)
-        return attack_training(plan, model, loss_fn, dataset, canaries, owners=owners, confidence=each, **common)
+            return replay_neighbours(plan, model, loss_fn, dataset, make, progress=told, **how)
+        of_all = (plan, model, loss_fn, dataset, canaries, make)
+        return attack_training(*of_all, owners=owners, confidence=each, progress=told, **how)
 
     return Report(plan, tuple(attack(name) for name in chosen))

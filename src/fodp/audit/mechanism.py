@@ -7,6 +7,8 @@ sampling is as declared is another attack's business.
 
 import math
 from collections import defaultdict
+from dataclasses import replace
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from fodp.audit.bounds import epsilon_at_exposure, exposure_lower
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, How, MakeTrainer, Pipeline, plain_trainer
 from fodp.plan import Plan
 from fodp.support import checks
 
@@ -40,9 +42,8 @@ def attack_mechanism(
     *,
     trials: int | None = None,
     confidence: float = 1 - LEVEL,
-    seed: int = 0,
-    secure: bool | None = None,
     progress: Progress = silent,
+    **how: Unpack[How],
 ) -> Finding:
     """A lower bound on ε from `trials` guesses for each direction of the gradient (each tensor, and all at once).
 
@@ -60,12 +61,12 @@ def attack_mechanism(
     wanted = min(MOST_TRIALS, math.ceil(15_000 / _promised_signal(plan, 0) ** 2)) if trials is None else trials
     turns = math.ceil(checks.whole("trials", wanted) / CANARIES)
     guesses = _Guesses()
-    generator = torch.Generator().manual_seed(seed)
+    pipeline = Pipeline(make, **how)
+    generator = torch.Generator().manual_seed(pipeline.seed)
     while guesses.steps < turns:
-        turn = seed + guesses.steps
-        everyone = rehearsal(plan, turn, secure, sampling_rate=1.0)
+        run = replace(pipeline, seed=pipeline.seed + guesses.steps)  # each run has noise of its own
         try:
-            _attack_run(everyone, turn, make, turns, guesses, generator, progress)
+            _attack_run(run, plan, turns, guesses, generator, progress)
         except Refused as refusal:
             return refused("mechanism", plan, refusal)
     return _finding(plan, guesses, confidence)
@@ -92,20 +93,20 @@ class _Guesses:
 
 
 def _attack_run(
+    pipeline: Pipeline,
     plan: Plan,
-    seed: int,
-    make: MakeTrainer,
     turns: int,
     guesses: _Guesses,
     generator: torch.Generator,
     progress: Progress,
 ) -> None:
-    """One run of the plan, or of as many steps as are wanted."""
+    """One run of the plan in which everyone takes part, or of as many steps as are wanted."""
+    plan = pipeline.rehearsal(plan, sampling_rate=1.0)
     present = {d: _half(generator) for d in DIRECTIONS}
     members = np.concatenate([np.ones(OTHERS, dtype=bool), *present.values()])
     canvas = Canvas(TENSORS, WIDTH)
     canvas.show(torch.zeros(len(members), TENSORS, WIDTH))
-    session = painted(make, canvas, torch.from_numpy(np.flatnonzero(members)), plan, seed).session
+    session = pipeline.painted(canvas, torch.from_numpy(np.flatnonzero(members)), plan).session
     groups = plan.algorithm.turns
     drawn = torch.randint(groups, (len(members),), generator=generator) if groups > 1 else torch.zeros(len(members))
     places_in_data, absent_turns = np.cumsum(members) - 1, drawn.numpy()  # who is absent would have had some turn

@@ -6,7 +6,7 @@ every step, guesses about the canaries that it followed most and least.
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
-from fodp.audit.subject import MakeTrainer, columns, made, plain_trainer, rehearsal
+from fodp.audit.subject import How, MakeTrainer, Pipeline, columns, plain_trainer
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.gradients import Gradients
@@ -39,9 +39,8 @@ def attack_training(
     owners: Sequence[int | str] | None = None,
     looks: int = 50,
     confidence: float = 1 - LEVEL,
-    seed: int = 0,
-    secure: bool | None = None,
     progress: Progress = silent,
+    **how: Unpack[How],
 ) -> Finding:
     """A lower bound on ε from one training of the whole plan on the data and about half of the `canaries`.
 
@@ -53,15 +52,15 @@ def attack_training(
     The finding is computed from the data without noise: publish it only if the data is public.
     """
     checks.open_fraction("confidence", confidence)
+    pipeline = Pipeline(make, **how)
     rows, candidates = columns(dataset), columns(canaries)
-    count = len(candidates[0])
-    coins = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
+    coins = torch.rand(len(candidates[0]), generator=torch.Generator().manual_seed(pipeline.seed)) < 0.5
     both = zip(rows, candidates, strict=True)
     members = TensorDataset(*(torch.cat([row, candidate[coins]]) for row, candidate in both))
     whose = range(len(rows[0])) if owners is None else owners
     names = [*(f"data {name}" for name in whose), *(f"canary {i}" for i in range(int(coins.sum())))]
     spy = _Spy(candidates, loss_fn, max(1, plan.steps // checks.whole("looks", looks)), progress)
-    trainer = made(make, copy.deepcopy(model), loss_fn, members, rehearsal(plan, seed, secure), seed, names)
+    trainer = pipeline.trainer(copy.deepcopy(model), loss_fn, members, pipeline.rehearsal(plan), names)
     trainer.callbacks.append(spy)
     try:
         with stepping():
@@ -70,12 +69,17 @@ def attack_training(
         return refused("one-run", plan, refusal)
     if reason == "interrupted":
         raise KeyboardInterrupt
-    guessed = [_guess(spy.scores, coins, *shares) for shares in SHARES]
+    return _finding(plan, spy.scores, coins, confidence)
+
+
+def _finding(plan: Plan, scores: Tensor, coins: Tensor, confidence: float) -> Finding:
+    """The best lower bound among the shares that may be guessed about, the level split among them."""
+    count = len(scores)
+    guessed = [_guess(scores, coins, *shares) for shares in SHARES]
     level = (1 - confidence) / len(SHARES)
     # Up to 2mδ of the guesses may be right for nothing, so at small levels the claim is tested at a smaller δ.
     delta = min(plan.delta, 5 * level / count)
     lower, guesses, correct = max((one_run_epsilon(count, *g, delta, level), *g) for g in guessed)
-    customary = max(one_run_epsilon(count, *g, plan.delta, 0.05 / len(SHARES)) for g in guessed)
     claimed = plan.epsilon(delta=delta)
     wrong = f"at delta {delta:.2g} epsilon is at least {lower:.4g}, claimed was {claimed:.4g}"
     return Finding(
@@ -86,14 +90,16 @@ def attack_training(
             "canaries": count,
             "guesses": guesses,
             "correct": correct,
-            "epsilon_lower_at_95_percent": customary,
+            "epsilon_lower_at_95_percent": max(
+                one_run_epsilon(count, *g, plan.delta, 0.05 / len(SHARES)) for g in guessed
+            ),
             "plan_delta": plan.delta,
         },
         epsilon_claimed=claimed,
         delta=delta,
         epsilon_lower=lower,
         confidence=confidence,
-        series={"in": spy.scores[coins].tolist(), "out": spy.scores[~coins].tolist()},
+        series={"in": scores[coins].tolist(), "out": scores[~coins].tolist()},
     )
 
 

@@ -3,15 +3,15 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fodp.audit.report import Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, columns, in_short, made, painted, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, How, MakeTrainer, Pipeline, columns, in_short, plain_trainer
 from fodp.audit.tape import Tape, event_faults, record, same
 from fodp.clipping.engine import LossFunction
 from fodp.gradients import FLOAT_TOLERANCE
@@ -32,9 +32,8 @@ def replay_neighbours(
     *,
     steps: int = STEPS,
     rate: float = 0.7,
-    seed: int = 0,
-    secure: bool | None = None,
     progress: Progress = silent,
+    **how: Unpack[How],
 ) -> Finding:
     """Train on some rows of the data, then again without one of them and with everything else the same.
 
@@ -55,7 +54,8 @@ def replay_neighbours(
     steps = min(steps, plan.steps)
     faults: list[str] = []
     ratios: list[float] = []
-    problems = list(_problems(in_short(plan, steps), model, loss_fn, dataset, make, rate, seed, secure))
+    pipeline = Pipeline(make, **how)
+    problems = list(_problems(pipeline, in_short(plan, steps), model, loss_fn, dataset, rate))
     try:
         for place, problem in enumerate(problems):
             whole = record(problem.trainer(problem.full, problem.owners), steps=steps)
@@ -90,30 +90,23 @@ class _Problem:
 
 
 def _problems(
-    plan: Plan,
-    model: nn.Module,
-    loss_fn: LossFunction,
-    dataset: Any,
-    make: MakeTrainer,
-    rate: float,
-    seed: int,
-    secure: bool | None,
+    pipeline: Pipeline, plan: Plan, model: nn.Module, loss_fn: LossFunction, dataset: Any, rate: float
 ) -> Iterator[_Problem]:
     """The real model in every mode that is asked for, and painted gradients in one."""
-    full, odd = plant(dataset, seed)
-    for mode in (False, True) if secure is None else (secure,):
-        loud = rehearsal(plan, seed, mode, sampling_rate=rate)
+    full, odd = plant(dataset, pipeline.seed)
+    for secure in (False, True) if pipeline.secure is None else (pipeline.secure,):
+        loud = replace(pipeline, secure=secure).rehearsal(plan, sampling_rate=rate)
 
         def trainer(rows: TensorDataset, owners: Tensor, loud: Plan = loud) -> Trainer:
-            return made(make, copy.deepcopy(model), loss_fn, rows, loud, seed, owners.tolist())
+            return pipeline.trainer(copy.deepcopy(model), loss_fn, rows, loud, owners.tolist())
 
         # Of people, each has two rows.
         yield _Problem(loud, trainer, full, odd, torch.arange(ROWS) // (2 if plan.unit == "person" else 1))
-    loud = rehearsal(plan, seed, secure, sampling_rate=rate)
-    canvas, records, painted_odd = paint(plan.clip_norm, seed)
+    loud = pipeline.rehearsal(plan, sampling_rate=rate)
+    canvas, records, painted_odd = paint(plan.clip_norm, pipeline.seed)
     yield _Problem(
         loud,
-        lambda rows, _: painted(make, copy.deepcopy(canvas), rows.tensors[0], loud, seed),
+        lambda rows, _: pipeline.painted(copy.deepcopy(canvas), rows.tensors[0], loud),
         records,
         painted_odd,
         torch.arange(ROWS),

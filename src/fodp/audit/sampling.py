@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from scipy import stats
 
 from fodp.audit.bounds import two_sided
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent
-from fodp.audit.subject import Canvas, MakeTrainer, painted, plain_trainer, rehearsal
+from fodp.audit.subject import Canvas, How, MakeTrainer, Pipeline, plain_trainer
 from fodp.audit.tape import Tape, event_faults, record
 from fodp.plan import Plan
 from fodp.sampling import Lot
@@ -31,9 +32,8 @@ def check_sampling(
     *,
     steps: int | None = None,
     confidence: float = 1 - LEVEL,
-    seed: int = 0,
-    secure: bool | None = None,
     progress: Progress = silent,
+    **how: Unpack[How],
 ) -> Finding:
     """Runs the plan's method on made-up records and counts.
 
@@ -48,12 +48,13 @@ def check_sampling(
     rate = plan.sampling_rate
     size = min(MOST_RECORDS, max(50, math.ceil(20 / max(rate * (1 - rate), 1e-9)))) if rate < 1 else 50
     turns = steps or min(MOST_STEPS, max(200, math.ceil(40 / rate)))
+    pipeline = Pipeline(make, **how)
     faults: list[str] = []
     try:
-        short, longer = (rehearsal(plan, seed, secure, steps=steps) for steps in (FEW_STEPS, turns))
-        few = _tape(short, make, FEW_RECORDS, seed, silent)
+        short, longer = (pipeline.rehearsal(plan, steps=steps) for steps in (FEW_STEPS, turns))
+        few = _tape(pipeline, short, FEW_RECORDS, silent)
         faults += [f"{FEW_RECORDS} records: {f}" for f in event_faults(short, few)]
-        tape = _tape(longer, make, size, seed, progress)
+        tape = _tape(pipeline, longer, size, progress)
         faults += [f"{size} records: {f}" for f in event_faults(longer, tape)]
     except Refused as refusal:
         return refused("sampling", plan, refusal)
@@ -63,10 +64,10 @@ def check_sampling(
     return _finding(plan, faults, p_values, tape, size, confidence)
 
 
-def _tape(plan: Plan, make: MakeTrainer, size: int, seed: int, progress: Progress) -> Tape:
+def _tape(pipeline: Pipeline, plan: Plan, size: int, progress: Progress) -> Tape:
     canvas = Canvas(tensors=1, width=2)
     canvas.show(torch.full((size, 1, 2), plan.clip_norm))
-    return record(painted(make, canvas, size, plan, seed), watch=False, progress=progress)
+    return record(pipeline.painted(canvas, size, plan), watch=False, progress=progress)
 
 
 def _tests(tape: Tape, everyone: int, turns: int) -> Iterator[tuple[str, float]]:

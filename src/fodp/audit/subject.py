@@ -1,11 +1,11 @@
-"""What is attacked: anything that makes a trainer for a model, a loss, data and a plan."""
+"""The pipeline under audit: whatever makes a trainer for a model, a loss, data and a plan."""
 
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +64,67 @@ class Canvas(nn.Module):
         return model(model.gradients[batch[0]])
 
 
-def rehearsal(plan: Plan, seed: int, secure: bool | None = None, **changes: Any) -> Plan:
-    """The plan as an audit runs it: with these changes, and accounted fast, for nobody asks for its ε.
+class How(TypedDict, total=False):
+    """How an audit runs a pipeline; every attack takes these keywords.
 
-    `secure` None leaves a secure plan secure and a seeded one seeded, with the audit's seed.
+    seed: the audit's own random numbers, and the key of secure runs, so that an audit can be repeated; default 0.
+    secure: True or False runs every plan in that mode; None (default) runs it in its own mode.
     """
-    stays_secure = plan.seed is None if secure is None else secure
-    if "sampling_rate" in changes:  # a record whose turn it is can be drawn with certainty at most
-        changes["sampling_rate"] = min(changes["sampling_rate"], 1 / plan.algorithm.turns)
-    return replace(plan, accountant="rdp", **{"seed": None if stays_secure else seed, **changes})
+
+    seed: int
+    secure: bool | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline under audit: what makes its trainers, under which seed, in which mode."""
+
+    make: MakeTrainer
+    seed: int = 0
+    secure: bool | None = None
+
+    def rehearsal(self, plan: Plan, **changes: Any) -> Plan:
+        """The plan as an audit runs it: in the audit's mode, with these changes, and with fast accounting.
+
+        Nobody asks a rehearsal for its ε. Where records take turns, a rate is at most what makes their drawing certain.
+        """
+        secure = plan.seed is None if self.secure is None else self.secure
+        if "sampling_rate" in changes:
+            changes["sampling_rate"] = min(changes["sampling_rate"], 1 / plan.algorithm.turns)
+        return replace(plan, accountant="rdp", **{"seed": None if secure else self.seed, **changes})
+
+    def trainer(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        dataset: Any,
+        plan: Plan,
+        owners: Sequence[int | str] | None = None,
+    ) -> Trainer:
+        """A fresh trainer. A secure one takes its key from the audit's seed; all else is as in real secure runs.
+
+        Records that are not finite are accepted: attacks plant them, and a pipeline whose data holds one must keep its
+        promise all the same.
+        """
+        key = hashlib.blake2b(b"%d" % self.seed, digest_size=32, person=b"fodp.audit").digest()
+        with keyed_from(key) if plan.seed is None else nullcontext(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=EQUAL_ROWS)  # attacks plant such rows too
+            whose = {"owners": owners} if plan.unit == "person" else {}
+            trainer = self.make(model, loss_fn, dataset, plan, **whose)
+        trainer.accept_non_finite()
+        return trainer
+
+    def painted(self, canvas: "Canvas", records: int | Tensor, plan: Plan) -> Trainer:
+        """A fresh trainer on painted gradients, without the augmentation, which is written for real records.
+
+        Where the unit is a person, each has what is painted for them twice.
+        """
+        numbers = torch.arange(records) if isinstance(records, int) else records
+        if plan.unit == "person":
+            numbers = numbers.repeat_interleave(2)
+        trainer = self.trainer(canvas, Canvas.losses, TensorDataset(numbers), plan, numbers.tolist())
+        trainer.source.set_augmentation_aside()
+        return trainer
 
 
 def in_short(plan: Plan, steps: int) -> Plan:
@@ -83,42 +135,6 @@ def in_short(plan: Plan, steps: int) -> Plan:
     if steps >= plan.steps:
         return plan
     return replace(plan, steps=steps, params={**plan.params, **plan.algorithm.in_short(steps, plan.steps)})
-
-
-def made(
-    make: MakeTrainer,
-    model: nn.Module,
-    loss_fn: LossFunction,
-    dataset: Any,
-    plan: Plan,
-    seed: int,
-    owners: Sequence[int | str] | None = None,
-) -> Trainer:
-    """A fresh trainer of the pipeline under audit; a secure one takes its key from the audit's seed, to be repeatable.
-
-    The code that runs is that of secure runs; only where the key comes from differs. Records that are not finite are
-    taken: attacks plant them, and a pipeline whose data holds one must keep its promise all the same.
-    """
-    key = hashlib.blake2b(b"%d" % seed, digest_size=32, person=b"fodp.audit").digest()
-    with keyed_from(key) if plan.seed is None else nullcontext(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=EQUAL_ROWS)  # attacks plant such rows too
-        whose = {"owners": owners} if plan.unit == "person" else {}
-        trainer = make(model, loss_fn, dataset, plan, **whose)
-    trainer.allow_non_finite = True
-    return trainer
-
-
-def painted(make: MakeTrainer, canvas: "Canvas", records: int | Tensor, plan: Plan, seed: int) -> Trainer:
-    """The pipeline on painted gradients, without its augmentation: that is written for real records.
-
-    Where the unit is a person, each has what is painted for them twice.
-    """
-    numbers = torch.arange(records) if isinstance(records, int) else records
-    if plan.unit == "person":
-        numbers = numbers.repeat_interleave(2)
-    trainer = made(make, canvas, Canvas.losses, TensorDataset(numbers), plan, seed, numbers.tolist())
-    trainer.source.set_augmentation_aside()
-    return trainer
 
 
 def columns(dataset: Any) -> tuple[Tensor, ...]:

@@ -137,7 +137,8 @@ class _Watch(Callback):
                     "optimizer": _copied(trainer.optimizer.state_dict()),
                 }
             )
-        trainer.interrupted = trainer.interrupted or trainer.step >= self._last
+        if trainer.step >= self._last:
+            trainer.interrupt()
         self._progress(trainer.step / self._last)
 
 

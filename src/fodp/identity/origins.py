@@ -85,11 +85,12 @@ class Origins:
         return found[0] + np.arange(len(rows), dtype=np.int64) * found[1][0]
 
     def _of_table(self, table: Any) -> Numbers:
-        column = max(table._data.columns, key=lambda column: column.nbytes, default=None)
+        column = max(table.data.columns, key=lambda column: column.nbytes, default=None)
         chunks = [] if column is None else column.chunks
         found = [self._of_chunk(chunk) for chunk in chunks if len(chunk)] or [np.empty(0, np.int64)]
         numbers = np.concatenate(found)
-        return numbers if table._indices is None else _taken(numbers, table._indices.column(0).to_numpy())
+        chosen = table._indices
+        return numbers if chosen is None else _taken(numbers, chosen.column(0).to_numpy())
 
     def _of_chunk(self, chunk: Any) -> Numbers:
         self._kept.append(chunk)
@@ -179,9 +180,8 @@ def _taken(inner: Numbers, chosen: Any) -> Numbers:
 
 def _is_table(dataset: Any) -> bool:
     """Whether this is a data set of Hugging Face's `datasets`."""
-    return all(hasattr(dataset, name) for name in ("_data", "_indices", "_fingerprint")) and hasattr(
-        dataset._data, "columns"
-    )
+    names = ("data", "_data", "_indices", "_fingerprint")
+    return all(hasattr(dataset, name) for name in names) and hasattr(dataset.data, "columns")
 
 
 def _is_data(held: Any) -> bool:

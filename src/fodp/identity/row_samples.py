@@ -239,9 +239,13 @@ def _kept(generator: Any) -> Iterator[None]:
         put_back: Callable[[Any], Any] = generator.set_state
     elif isinstance(generator, random.Random):
         state, put_back = generator.getstate(), generator.setstate
+    elif isinstance(generator, np.random.RandomState):
+        state, put_back = generator.get_state(legacy=False), generator.set_state
     else:
-        bits = getattr(generator, "bit_generator", None) or generator._bit_generator
-        state, put_back = bits.state, lambda before: setattr(bits, "state", before)
+        state, put_back = (
+            generator.bit_generator.state,
+            lambda before: setattr(generator.bit_generator, "state", before),
+        )
     try:
         yield
     finally:

@@ -181,7 +181,7 @@ class Ledger:
 
     def tell_waiting(self, tell: Callable[[str], object]) -> None:
         """Have it said when a run begins to wait for room, and for whom."""
-        self._queue.tell = tell
+        self._queue.report_to(tell)
 
     def refuse_unfit(
         self, phases: Sequence[Phase], steps: int, *, seed: str | None = None, unit: str = "record"

@@ -85,7 +85,11 @@ class Queue:
         if seconds != math.inf:
             checks.at_least_zero("wait", seconds)
         self._seconds = seconds
-        self.tell: Callable[[str], object] = lambda text: None
+        self._tell: Callable[[str], object] = lambda text: None
+
+    def report_to(self, tell: Callable[[str], object]) -> None:
+        """Have `tell` called with a sentence when waiting begins."""
+        self._tell = tell
 
     def until_fit(self, attempt: Callable[[], Result]) -> Result:
         """Try until there is room; refuse when nothing that others hold would make any, or when the time is up."""
@@ -97,7 +101,7 @@ class Queue:
                 if not refusal.later or time.monotonic() >= ends:
                     raise
                 if not known:
-                    self.tell(f"waiting for room: {refusal}")
+                    self._tell(f"waiting for room: {refusal}")
                 known = True
             time.sleep(max(0.0, min(pause, ends - time.monotonic())))
             pause = min(_LONGEST, pause * 1.5)

@@ -39,7 +39,8 @@ class _Turn(Callback):
 
     def on_step(self, trainer: Trainer) -> None:
         """The turn ends."""
-        trainer.interrupted = trainer.step >= self._until
+        if trainer.step >= self._until:
+            trainer.interrupt()
 
     def on_stop(self, trainer: Trainer) -> None:
         """Keep the time; the accounting that a fit ends with is not training."""
