@@ -328,7 +328,7 @@ def test_a_checkpoint_of_people_is_not_gone_on_with_for_records(tmp_path):
 
 def test_a_loop_of_ones_own_refuses_people():
     model = network()
-    with pytest.raises(PrivacyError, match="unit is a person"):
+    with pytest.raises(PrivacyError, match="a loop of your own do not go together"):
         fodp.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), records(), people_plan())
 
 

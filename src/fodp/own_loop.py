@@ -120,14 +120,17 @@ def make_private(
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     refuse_other_ledger(ledger)
-    _refuse_unfit(model, optimizer, plan)
+    _refuse_unfit(model, optimizer)
     warn_of_large_rates(optimizer)
     refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
-    opening = Opening(model, dataset, plan)
-    if opening.processes.count > 1 and (resume is not None or microbatch is not None):
-        raise ConfigurationError(
-            "a loop of your own is resumed, and takes lots in parts, in one process: use the Trainer, which knows ranks"
-        )
+    given = {
+        "own loop": True,
+        "an optimizer of yours": True,
+        "no public score": True,
+        "a resumed loop": resume is not None,
+        "a lot in parts": microbatch is not None,
+    }
+    opening = Opening(model, dataset, plan, given)
     recorder = Recorder(model, loss_reduction == "mean")
     fetcher = Fetcher(dataset, collate_fn)
     opening.refuse_unfit(fetcher, None, loss=type(recorder.loss_fn).__name__)
@@ -160,22 +163,8 @@ def make_private(
     return model, optimizer, PrivateLoader(loop)
 
 
-def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Raise for a plan that a loop of one's own cannot carry out."""
-    method = plan.algorithm
-    if plan.unit == "person":
-        raise ConfigurationError(
-            "a loop of your own releases sums over records, and the plan's unit is a person, whose records are summed "
-            f"before they are clipped: {TRAINER}"
-        )
-    if method.owns_optimizer or method.has_acceptance_test:
-        raise ConfigurationError(
-            f"{method.name} with these params brings its own update and cannot take yours: {TRAINER}"
-        )
-    if any(len(phase.events) != 1 for phase in plan.events()):
-        raise ConfigurationError(f"{method.name} draws more than one lot in a step: {TRAINER}")
-    if method.moves_points:
-        raise ConfigurationError(f"{method.name} wants gradients at other points than the model's: {TRAINER}")
+def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a model or an optimizer that cannot be made private."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
     if any(part in _taken for part in (optimizer, *model.modules())):

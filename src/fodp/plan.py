@@ -108,7 +108,7 @@ class Plan:
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
-        conflicts.refuse(self.features)
+        conflicts.refuse(self._own_features())
         self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         for numbers in self._numbers().values():
             checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
@@ -134,10 +134,15 @@ class Plan:
     @property
     def features(self) -> dict[str, str]:
         """Words for the table of conflicts, of all that is in the plan, each with what a message calls it."""
-        found = self.algorithm.features
-        if self.exact_noise:
-            found["exact_noise"] = "exact_noise"
-        return found | {f"unit={self.unit!r}": f"unit={self.unit!r}"}
+        found = self._own_features()
+        if any(len(phase.events) != 1 for phase in self._events):
+            found["a method that draws several lots"] = f"{self.method}, which draws several lots in a step,"
+        return found
+
+    def _own_features(self) -> dict[str, str]:
+        """Those that are known without the plan's events."""
+        found = {**self.algorithm.features, f"unit={self.unit!r}": f"unit={self.unit!r}"}
+        return found | ({"exact_noise": "exact_noise"} if self.exact_noise else {})
 
     def _check_turns(self, turns: int) -> None:
         """Records take turns."""

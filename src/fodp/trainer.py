@@ -119,9 +119,14 @@ class Trainer:
         refuse_other_ledger(ledger, may_open=True)
         listed = listed_callbacks(callbacks)
         self.model, self.plan, self._dataset = model, plan, dataset
-        if plan.algorithm.has_acceptance_test and public_score is None:
-            raise ConfigurationError(f"{plan.method} scores proposals on public data: give the Trainer public_score")
-        opening = Opening(model, dataset, plan)
+        given = {
+            "owners": owners is not None,
+            "no owners": owners is None,
+            "no public score": public_score is None,
+            "an optimizer of yours": optimizer is not None,
+            "a scheduler": scheduler is not None,
+        }
+        opening = Opening(model, dataset, plan, given)
         gradients, fetcher = Engine(model, loss_fn, engine), Fetcher(dataset, collate_fn, owners)
         private = PrivateData(dataset)
         private.refuse("public_sample", public_sample)
@@ -146,7 +151,7 @@ class Trainer:
         )
         self.session = opening.session(self.source, lots, public_score)
         self.optimizer = fitting_optimizer(self.session, optimizer)
-        self.scheduler = _fitting_scheduler(scheduler, self.optimizer, plan)
+        self.scheduler = _fitting_scheduler(scheduler, self.optimizer)
         # Of several processes the first one looks, writes and keeps the ledger; all of them train.
         self.callbacks = listed if self.session.processes.is_first else []
         self._allow_non_finite = allow_non_finite
@@ -506,16 +511,10 @@ class Stop:
 def _fitting_scheduler(
     scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
     optimizer: torch.optim.Optimizer,
-    plan: Plan,
 ) -> LRScheduler | None:
     """The scheduler, made from the optimizer if it was given as a function."""
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(optimizer)
-    if scheduler is not None and plan.options.rate.acts:
-        raise ConfigurationError(
-            f"params set {plan.options.rate.moved_by}, and a scheduler is given: both would move the "
-            "rate, leave one out"
-        )
     if scheduler is not None and scheduler.optimizer is not optimizer:
         raise ConfigurationError(
             "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "

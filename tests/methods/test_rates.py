@@ -241,7 +241,7 @@ class TestSchedule:
     def test_it_is_not_for_an_optimizer_of_ones_own(self):
         model = network()
         own = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigurationError, match="lr_schedule='linear', which does nothing beside an optimizer"):
+        with pytest.raises(ConfigurationError, match="lr_schedule='linear' in params and an optimizer"):
             trainer(plan("dp-sgd", dict(lr_schedule="linear")), model, optimizer=own)
 
     def test_a_plan_records_that_there_is_none(self):
@@ -333,5 +333,5 @@ def test_an_optimizer_of_ones_own_has_a_rate_of_its_own():
     """A plan without a rate goes with it; one that sets what the rule is made of does not."""
     model = network()
     trainer(plan("dp-sgd"), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match="does nothing beside an optimizer of your own"):
+    with pytest.raises(ConfigurationError, match="in params and an optimizer of yours"):
         trainer(plan("dp-sgd", dict(auto_ratio=1.0)), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.methods import METHODS
 from fodp.options import KINDS, OPTIONS, conflicts
-from fodp.options.conflicts import CONFLICTS, refuse
+from fodp.options.conflicts import CONFLICTS, DOORS, refuse
 from fodp.options.table import words_of
+from ranks_for_tests import in_ranks
 
 ROOT = Path(__file__).parents[2]
 DATA = TensorDataset(torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)
@@ -34,7 +35,8 @@ CHOICES = [
     ("rate_rule", "transcript"),
     ("exact_noise", True),  # of the plan
 ]
-DOORS = {"own loop"}  # words of doors: who tries them are the tests of that door
+FIELDS = ("exact_noise", "unit")  # of the plan
+PEOPLE = ("unit", "person")
 BANDS = {"fo-noise": dict(bands=3)}  # with one band it is DP-SGD
 
 
@@ -42,25 +44,38 @@ def losses(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def refused_by_the_table(method, *choices):
-    """Three steps of them together; whether the table has refused them."""
-    fields = {name: value for name, value in choices if name == "exact_noise"}
-    params = {**BANDS.get(method, {}), **{name: value for name, value in choices if name not in fields}}
-    sizes = dict(public_size=20, batch=6, steps=3, noise_multiplier=1.0, seed=0)
-    try:
-        plan = fodp.Plan(**sizes, method=method, params=params, **fields)
-    except fodp.ConfigurationError as refusal:
-        said = str(refusal)
-    else:
-        said = ""
-    if said:
-        assert any(f"do not go together: {c.because}; {c.instead}" in said for c in CONFLICTS), said
-        return True
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+def by_trainer(model, plan):
+    """Three steps of the Trainer."""
     training = fodp.Trainer(model, losses, DATA, plan, public_score=lambda: 0.0)
     for _ in range(3):
         training.take_step()
+
+
+def by_own_loop(model, plan):
+    """Three steps of a loop of one's own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = fodp.make_private(model, optimizer, DATA, plan)
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loader.backward(F.cross_entropy(model(inputs), labels, reduction="none"))
+        optimizer.step()
+
+
+def refused_by_the_table(method, *choices, train=by_trainer):
+    """Whether the table has refused a plan of these choices; if not, three steps are trained."""
+    fields = {name: value for name, value in choices if name in FIELDS}
+    fields |= dict(records_per_person=2) if "unit" in fields else {}
+    params = {**BANDS.get(method, {}), **{name: value for name, value in choices if name not in fields}}
+    sizes = dict(public_size=20, batch=6, steps=3, noise_multiplier=1.0, seed=0)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    try:
+        plan = fodp.Plan(**sizes, method=method, params=params, **fields)
+        train(model, plan)
+    except fodp.ConfigurationError as refusal:
+        said = str(refusal)
+        assert any(f" do not go together: {c.because}; {c.instead}" in said for c in CONFLICTS), said
+        return True
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     return False
 
@@ -81,6 +96,39 @@ def test_every_option_with_every_method_trains_or_is_refused_by_the_table():
     assert 0 < len(refused) < len(pairs) / 10
 
 
+ALONE = [*((method,) for method in METHODS), *(("dp-sgd", choice) for choice in (*CHOICES, PEOPLE))]
+
+
+@pytest.mark.rule(14)
+@pytest.mark.filterwarnings("ignore")
+def test_a_loop_of_ones_own_with_every_option_and_method_trains_or_is_refused_by_the_table():
+    refused = [chosen for chosen in ALONE if refused_by_the_table(*chosen, train=by_own_loop)]
+    assert ("dp-sgd", PEOPLE) in refused
+    assert len(refused) < len(ALONE) / 2
+
+
+@pytest.mark.rule(14)
+@pytest.mark.filterwarnings("ignore")
+def test_several_processes_with_every_option_and_method_train_or_are_refused_by_the_table():
+    """On both ranks alike."""
+
+    def of_rank(_):
+        return [chosen for chosen in ALONE if refused_by_the_table(*chosen)]
+
+    first, second = in_ranks(2, of_rank)
+    assert first == second == [("dp-sgd", PEOPLE)]
+
+
+def test_what_is_refused_of_a_door_is_refused_before_anything_is_charged(tmp_path):
+    ledger = fodp.Ledger(tmp_path / "ledger.sqlite", dataset="d", budget=(10.0, 1e-3))
+    sizes = dict(public_size=20, batch=6, steps=3, noise_multiplier=1.0, method="dp-sgd")
+    people = fodp.Plan(**sizes, unit="person", records_per_person=2)
+    for plan, given in ((people, {}), (fodp.Plan(**sizes), dict(owners=range(20)))):
+        with pytest.raises(fodp.ConfigurationError, match=r"unit='(person|record)'.* do not go together: .*owners"):
+            fodp.Trainer(nn.Linear(3, 2), losses, DATA, plan, ledger=ledger, **given)
+    assert ledger.left("d") == 1.0
+
+
 def test_every_row_of_the_table_of_options_is_tried():
     tried = {KINDS[row.kind].name for row in OPTIONS if row.word is None}
     assert tried == VALUES.keys()
@@ -88,6 +136,7 @@ def test_every_row_of_the_table_of_options_is_tried():
 
 def test_a_conflict_names_both_the_reason_and_the_way_out():
     for conflict in CONFLICTS:
+        assert conflict.one != conflict.other
         refuse({conflict.one: "x"})
         refuse({conflict.other: "y"})
         with pytest.raises(fodp.ConfigurationError) as raised:
@@ -102,8 +151,10 @@ def test_every_word_of_the_table_is_somebodys_feature():
     given = [{name: value} for name, value in CHOICES if name != "exact_noise"]
     methods = [METHODS["dp-sgd"].from_dict(params) for params in (*given, dict(filter="doppler", update="adambc"))]
     methods += [method.from_dict(BANDS.get(name, {})) for name, method in METHODS.items()]
-    exact = fodp.Plan(public_size=20, batch=6, steps=3, noise_multiplier=1.0, exact_noise=True)
-    said = {word for source in (*methods, exact) for word in source.features} | DOORS
+    sizes = dict(public_size=20, batch=6, steps=3, noise_multiplier=1.0)
+    plans = [fodp.Plan(**sizes, exact_noise=True), fodp.Plan(**sizes, unit="person", records_per_person=2)]
+    plans += [fodp.Plan(**sizes, method=name) for name in METHODS]
+    said = {word for source in (*methods, *plans) for word in source.features} | DOORS.keys()
     assert {word for conflict in CONFLICTS for word in (conflict.one, conflict.other)} <= said
 
 

@@ -930,12 +930,12 @@ def test_methods_that_want_more_are_refused_before_a_release(wants, match):
 
 @pytest.mark.usefixtures("wanting")
 def test_methods_that_cannot_be_dropped_in_are_refused_at_once(monkeypatch):
-    with refused(r"more than one lot.*fodp\.Trainer"):
+    with refused(r"several lots.*fodp\.Trainer"):
         private(the_plan=plan(method="wanting", params=dict(wants="two lots")))
     with refused(r"its own update.*fodp\.Trainer"):
         private(the_plan=plan(method="wanting", params=dict(update="adam")))
-    for attribute in ("owns_optimizer", "has_acceptance_test"):
+    for attribute, why in (("owns_optimizer", "its own update"), ("has_acceptance_test", "its proposals")):
         with monkeypatch.context() as patch:
             patch.setattr(Wanting, attribute, True)
-            with refused(r"its own update.*fodp\.Trainer"):
+            with refused(rf"{why}.*fodp\.Trainer"):
                 private(the_plan=plan(method="wanting"))

@@ -588,9 +588,9 @@ class TestOptimizersOfOnesOwn:
     def test_a_learning_rate_in_params_beside_an_optimizer_is_refused(self):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(fodp.ConfigurationError, match=r"params set lr=5\.0, which does nothing beside"):
+        with pytest.raises(fodp.ConfigurationError, match=r"lr=5\.0 in params and an optimizer of yours do not"):
             trainer(model, plan(params=dict(lr=5.0)), optimizer)
-        with pytest.raises(fodp.ConfigurationError, match=r"params set lr=5\.0"):
+        with pytest.raises(fodp.ConfigurationError, match=r"lr=5\.0 in params"):
             fodp.make_private(model, optimizer, data(), plan(params=dict(lr=5.0)))
         trainer(model, plan(method="dp-sgd", params=dict(filter="momentum")), optimizer)  # it acts
 

@@ -85,6 +85,19 @@ class Method:
             found["a method that filters its noise"] = f"{self.name}, which filters its noise already,"
         if len(self.strategy()) > 1:
             found["correlated noise"] = f"{self.name} with {len(self.strategy())} bands, whose noise is correlated,"
+        if self.has_acceptance_test:
+            found["a method that scores proposals"] = f"{self.name}, which scores its proposals on public data,"
+        if self.owns_optimizer:
+            found["a method that brings its own update"] = f"{self.name} with its own update"
+        if self.moves_points:
+            found["a method that moves points"] = f"{self.name}, which asks for gradients at other points,"
+        rate = self.options.rate
+        if rate.acts:
+            found["a rate that moves"] = f"{rate.moved_by} in params"
+        usual = {field.name: self.defaults.get(field.name, field.default) for field in fields(rate)}
+        said = [f"{name}={value!r}" for name, value in numbers(rate).items() if value != usual[name]]
+        if said:
+            found["a rate in params"] = f"{' and '.join(said)} in params"
         return found
 
     def in_short(self, steps: int, of: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fodp.clipping.maps import Factor
 from fodp.errors import ConfigurationError
-from fodp.options import conflicts
 from fodp.options.option import Beginning, Option
 from fodp.options.schedule import share_of
 from fodp.queries import Query
@@ -146,9 +145,7 @@ class Kronecker(FanIn):
     def start(self, run: Beginning) -> ScalingState:
         from fodp.options.kronecker import KroneckerScaling
 
-        if run.sample is None:
-            conflicts.refuse({"shape='kronecker'": "shape='kronecker'", "own loop": "a loop of your own"})
-        assert run.sample is not None
+        assert run.sample is not None  # the table of conflicts has refused a loop of your own
         return KroneckerScaling(self, run.engine, run.sample, run.same)
 
     def in_short(self, steps: int, of: int) -> dict[str, Any]:

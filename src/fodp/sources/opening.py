@@ -1,16 +1,16 @@
 """What both ways to train do before a session begins: look at the data, agree with other processes, draw the lots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from fodp.errors import ConfigurationError
 from fodp.gradients import Source
 from fodp.identity.repeats import warn_of_equal_rows
 from fodp.lots.people import Owners, PeopleSampler
 from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
+from fodp.options import conflicts
 from fodp.plan import Plan
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
@@ -20,25 +20,24 @@ from fodp.sources.ahead import Ahead
 
 
 class Opening:
-    """The streams and processes of a run that is about to begin, and what of its data must fit them."""
+    """The streams and processes of a run that is about to begin, and what of its data must fit them.
 
-    def __init__(self, model: nn.Module, dataset: Any, plan: Plan):
+    `facts` are words of `fodp.options.conflicts.DOORS`: what this way to train is and was given. A plan that does not
+    fit them is refused here, before anything is charged.
+    """
+
+    def __init__(self, model: nn.Module, dataset: Any, plan: Plan, facts: Mapping[str, bool]):
         refuse_wrapped(model)
         self.plan, self._model, self._dataset = plan, model, dataset
         self.processes = here()
+        conflicts.refuse(plan.features, {**facts, "several processes": self.processes.count > 1})
         own = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
         self._own, self._shared = own, None  # type: Streams, Streams | None
 
     def refuse_unfit(self, fetcher: Fetcher, owners: Any, **options: Any) -> None:
-        """Raise for a unit that the data does not fit, and for processes that do not agree."""
-        plan = self.plan
+        """Raise for processes that do not agree, and warn of equal records."""
         warn_of_equal_rows(self._dataset, owners)
-        if self.processes.count > 1 and plan.unit == "person":
-            raise ConfigurationError(
-                "several processes divide records among them, and a person's would be clipped on each: train with "
-                "unit='person' in one process"
-            )
-        model, dataset = self._model, self._dataset
+        plan, model, dataset = self.plan, self._model, self._dataset
         self.processes.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, fetcher, options))
 
     @property
@@ -81,13 +80,6 @@ class Opening:
     def _sampler(self, size: int, owners: Any, copies: int) -> PoissonSampler:
         """Of what the plan's unit is: records, or people with the records that are theirs."""
         plan = self.plan
-        if (plan.unit == "person") != (owners is not None):
-            raise ConfigurationError(
-                "the plan's unit is a person: give owners, a name for each record that says whose it is"
-                if owners is None
-                else "owners are given, and the plan's unit is a record: make the plan with unit='person' and "
-                "records_per_person, or leave owners out"
-            )
         turns = plan.algorithm.turns
         rate = min(1.0, turns * plan.sampling_rate)
         if plan.records_per_person is None:

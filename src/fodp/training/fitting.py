@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fodp.accounting import rounded_up
 from fodp.clipping.maps import Factor, mapped_length
 from fodp.errors import BudgetError, ConfigurationError
-from fodp.methods import Method
-from fodp.options.option import numbers
 from fodp.options.rate import AGREEMENT, automatic_rate, relative_noise
 from fodp.options.rate_rules import FollowedTranscript
 from fodp.plan import Plan, warn_of_large_rates
@@ -34,15 +32,12 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
             if _moves(session):
                 group[PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
         return made
-    if method.owns_optimizer:
-        raise ConfigurationError(f"{method.name} is an optimizer of its own: leave optimizer=None and set its params")
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ConfigurationError(
             f"optimizer must be a torch.optim optimizer, made of the model's parameters, got {what}: for example "
             "torch.optim.SGD(model.parameters(), lr=0.1)"
         )
-    _refuse_what_would_not_act(method)
     warn_of_large_rates(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates the loss by itself, outside the private release: use SGD or Adam")
@@ -142,17 +137,6 @@ def _automatic_rate(session: Session) -> float:
     shares = [session.noise_share(parameter) if options.update.is_plain else 1.0 for parameter in layout.parameters]
     relative = relative_noise(zip(layout.parameters, shares, strict=True))
     return automatic_rate(options.rate.auto_ratio, walk, relative)
-
-
-def _refuse_what_would_not_act(method: Method) -> None:
-    """Raise for a learning rate in the plan beside an optimizer with its own: it would be recorded and never used."""
-    usual = numbers(method.from_dict({}).options.rate)
-    for name, value in numbers(method.options.rate).items():
-        if value != usual[name]:
-            raise ConfigurationError(
-                f"params set {name}={value!r}, which does nothing beside an optimizer of your own: set it there and "
-                "leave it out of params, or leave optimizer=None"
-            )
 
 
 def steps_within(plan: Plan, target_epsilon: float) -> int:
