@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fodp.clip import FLAT, ClipRule
 from fodp.clipping import Engine, Gradients
 from fodp.clipping.chunks import Chunks
-from fodp.gradients import HERE, Points
+from fodp.gradients import FLAT, HERE, ClipRule, Points
 from fodp.queries import Factor
 
 

@@ -22,15 +22,16 @@ import fodp
 from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
-from fodp.clip import ByLayer
 from fodp.clipping import chunks, engine, self_check
 from fodp.clipping.batches import Keyed, plain
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.padding import Widths
 from fodp.clipping.reach import Reached
 from fodp.data import packing
+from fodp.gradients import ByLayer
 from fodp.identity.private_data import PrivateData
 from fodp.lots import people
+from fodp.lots.poisson import PoissonSampler
 from fodp.lots.reading import Fetcher
 from fodp.methods import METHODS, Method, register
 from fodp.methods.base import DataclassState
@@ -39,7 +40,7 @@ from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.release import FreshNoise
-from fodp.sampling import Lot, PoissonSampler
+from fodp.sampling import Lot
 from fodp.step import Step
 from fodp.support.looks import Looks
 from fodp.trainer import Trainer
@@ -656,7 +657,7 @@ def public_data_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def repeats_not_looked_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.sampling.refuse_repeated", lambda dataset, owners=None: None)
+    patch.setattr("fodp.lots.records.refuse_repeated", lambda dataset, owners=None: None)
 
 
 def equal_rows_not_looked_for(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import fodp.clipping.self_check
 import fodp.sampling
 import fodp.sources.pull
 import fodp.sources.recorder
-from fodp.sampling import Lot, PoissonSampler
+from fodp.lots.poisson import PoissonSampler
+from fodp.sampling import Lot
 from fodp.support.looks import Looks, is_rare
 from sessions_for_tests import session
 

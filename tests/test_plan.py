@@ -10,7 +10,7 @@ import torch
 import fodp
 from fodp import accounting, described
 from fodp.accounting import Event, Phase
-from fodp.clip import limits
+from fodp.gradients import limits
 from fodp.methods import METHODS
 from fodp.support import checks
 

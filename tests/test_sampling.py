@@ -19,10 +19,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from fodp.errors import PrivacyError
 from fodp.lots.batch_sampler import PoissonBatchSampler
+from fodp.lots.poisson import PoissonSampler, poisson_indices
 from fodp.lots.reading import Fetcher, LotCollate, collate_lot
 from fodp.lots.records import record_count
 from fodp.noise import Streams
-from fodp.sampling import Lot, PoissonSampler, poisson_indices
+from fodp.sampling import Lot
 
 ACCEPT, REJECT = 1e-3, 1e-9
 STEPS, SIZE, RATE = 4000, 100, 0.1

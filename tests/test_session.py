@@ -13,11 +13,11 @@ import fodp
 from fodp.accounting import Event, Phase
 from fodp.layout import GradientBuffer
 from fodp.lots import reading
+from fodp.lots.poisson import PoissonSampler
 from fodp.lots.reading import Fetcher
 from fodp.methods import METHODS, Method, find, register
 from fodp.noise import Streams
 from fodp.queries import Query
-from fodp.sampling import PoissonSampler
 from fodp.session import Session
 from fodp.step import Step
 from sessions_for_tests import session

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fodp.lots import skips
+from fodp.lots.poisson import PoissonSampler, poisson_indices
 from fodp.noise import Streams
-from fodp.sampling import PoissonSampler, poisson_indices
 
 LARGE = skips.LEAST_RECORDS
 

@@ -1,9 +1,14 @@
-"""What a gradient source must give, and how that becomes a query.
+"""What a gradient source must give, how a norm becomes a weight, and how both become a query.
 
 A source (`fodp.sources`) is the only thing that differs between ways to train: it turns a lot into chunks. A chunk has
 the norms of its examples' gradients, and adds their weighted sum to a vector. No per-example gradient leaves it.
+
+A clip rule brings every gradient within the bound C: whole gradients (`Flat`), all of them to the bound (`Normalised`),
+or layer by layer (`ByLayer`). The step knows C (`fodp.step.Step.clip_norm`): a constant, a schedule, or a quantile that
+a noisy count follows.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fodp.clip import FLAT, ByNorm, ClipRule, by_norm, limits
 from fodp.errors import PrivacyError
 from fodp.layout import Layout
 from fodp.queries import Factor, Query
@@ -26,6 +30,7 @@ FLOAT_TOLERANCE = 1e-9
 # Where to evaluate: (coefficient, flat offset from the parameters or None) each; gradients add up.
 Points = Sequence[tuple[float, Tensor | None]]
 HERE: Points = ((1.0, None),)
+ByNorm = Callable[[Tensor], Tensor]
 
 
 class Chunk(Protocol):
@@ -78,6 +83,87 @@ class Source(Protocol):
         """Take over a saved state; None: it was left out."""
 
 
+def limits(norms: Tensor, bound: float, most: float = math.inf) -> Tensor:
+    """The largest weights, up to `most`, that keep every weighted norm within the bound."""
+    # Squares of smaller norms run out of exponent: such a norm could be larger than it looks.
+    smallest = torch.finfo(norms.dtype).tiny ** 0.25
+    return norms.clamp(min=smallest).reciprocal_().mul_(bound).clamp_(max=most)
+
+
+def by_norm(function: ByNorm, norms: Tensor, otherwise: float) -> Tensor:
+    """A user's function of the norms, one value per example; `otherwise` where it is not finite."""
+    values = function(norms.clone()).to(norms).expand_as(norms)  # a clone: the function may work in place
+    return values.nan_to_num(otherwise, otherwise, otherwise)
+
+
+class ClipRule(Protocol):
+    """How a chunk's gradients are brought within a bound and added up: one example moves the sum by at most that."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers are clipped apart, so that there is no weight of a whole gradient."""
+
+    def add(self, chunk: Chunk, out: Tensor, bound: float, accumulate: bool) -> None:
+        """Write the sum of the chunk's clipped gradients into `out`, or add it there."""
+
+    def limiting(self, chunk: Chunk) -> Tensor:
+        """For every example the bound from which on nothing of it is clipped."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Σ gᵢ·min(1, C/‖gᵢ‖)."""
+
+    by_layer = False
+
+    def add(self, chunk: Chunk, out: Tensor, bound: float, accumulate: bool) -> None:
+        """Shorter gradients stay as they are."""
+        chunk.add_weighted(out, limits(chunk.norms, bound, most=1.0), accumulate)
+
+    def limiting(self, chunk: Chunk) -> Tensor:
+        """The norm."""
+        return chunk.norms
+
+
+@dataclass(frozen=True)
+class Normalised(Flat):
+    """Σ C·gᵢ/(‖gᵢ‖ + γ), which no more exceeds C (Bu et al., Automatic Clipping, 2023)."""
+
+    stability: float = 0.01
+
+    def add(self, chunk: Chunk, out: Tensor, bound: float, accumulate: bool) -> None:
+        """Every gradient becomes about C long."""
+        limit = limits(chunk.norms, bound)
+        weights = by_norm(lambda norms: bound / (norms + self.stability), chunk.norms, 0.0)
+        chunk.add_weighted(out, weights.clamp(-limit, limit), accumulate)
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """Each layer's part to its share of the bound. The squares of the shares sum to one, so the whole stays within it.
+
+    `layers`: the places of a layer's parameters in the model, and the layer's share.
+    """
+
+    layers: tuple[tuple[tuple[int, ...], float], ...]
+    by_layer = True
+
+    def add(self, chunk: Chunk, out: Tensor, bound: float, accumulate: bool) -> None:
+        """Layer after layer."""
+        if not accumulate:
+            out.zero_()
+        for places, share in self.layers:
+            weights = limits(chunk.layer_norms(places), bound * share, most=1.0)
+            chunk.add_weighted_layer(out, weights, places)
+
+    def limiting(self, chunk: Chunk) -> Tensor:
+        """The largest norm of a layer over its share."""
+        return torch.stack([chunk.layer_norms(places) / share for places, share in self.layers]).amax(0)
+
+
+FLAT = Flat()
+
+
 @dataclass(frozen=True)
 class Gradients:
     """The per-example gradients of one lot, as questions whose answers know their bound. Only queries leave it.
@@ -92,7 +178,7 @@ class Gradients:
     rule: ClipRule = FLAT
     factors: tuple[Factor, ...] | None = None
     exact: bool = False
-    total: Callable[[Tensor], Tensor] = lambda part: part
+    total: Callable[[Tensor], Tensor] | None = None
 
     def clipped_sum(self, clip_norm: float) -> Query:
         """Σ gᵢ·min(1, C/‖gᵢ‖), or what the clip rule makes of it: sensitivity C (paper, Lemma 1)."""
@@ -146,7 +232,8 @@ class Gradients:
 
     def _query(self, value: Tensor, bound: float, blocks: tuple[tuple[int, Factor], ...] | None = None) -> Query:
         """Of all processes: each example is in one of them, so the bound is that of its part."""
-        return Query(self.total(value), bound, self.lot, self.layout.dtype, blocks)
+        total = value if self.total is None else self.total(value)
+        return Query(total, bound, self.lot, self.layout.dtype, blocks)
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,11 @@ class GradientBuffer:
     def set(self, release: Tensor, divisor: float) -> None:
         """Give every parameter its part of release / divisor."""
         torch.mul(release, 1 / divisor, out=self._buffer)
-        if any(view.data_ptr() != place for view, place in zip(self._views, self._places, strict=True)):
-            # model.to(...) moves gradients too, and leaves the same tensors with the last step's numbers elsewhere.
-            self._views = self._layout.views(self._buffer)
+        for view, place in zip(self._views, self._places, strict=True):
+            if view.data_ptr() != place:
+                # model.to(...) moves gradients too, and leaves the same tensors with the last step's numbers elsewhere.
+                self._views = self._layout.views(self._buffer)
+                break
         for parameter, view in zip(self._layout.parameters, self._views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)

@@ -26,6 +26,7 @@ from fodp.ranks import refuse_other_group
 from fodp.session import Session
 from fodp.sources.ahead import workers_for
 from fodp.sources.beside import KeptModule
+from fodp.sources.hooks import Listeners
 from fodp.sources.opening import Opening
 from fodp.sources.push import HeldLots, Push
 from fodp.sources.recorder import LOOP, TRAINER, Recorder
@@ -41,7 +42,6 @@ from fodp.training.bad_records import refuse_unlike
 from fodp.training.finite import refuse_non_finite
 from fodp.training.fitting import fitting_optimizer, refuse_plateau
 from fodp.training.order import refuse_other_order
-from fodp.training.rehearsal import refuse_hooks
 
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -154,7 +154,7 @@ def make_private(
         refuse_non_finite(dataset)
     if collate_fn is None:
         refuse_unlike(dataset)
-    refuse_hooks(model)
+    Listeners(model).refuse()
     loop = OwnLoop(session, push, held, Course(session, dataset, ledger, last_step=plan.steps), optimizer, scheduler)
     if resume is not None:
         loop.resume(Path(resume))
@@ -322,6 +322,7 @@ class OwnLoop:
         self.session, self.push, self.course, self._lots = session, push, course, lots
         self._optimizer, self._scheduler = optimizer, scheduler
         self.weights = AveragedWeights(session)
+        self._listeners = Listeners(self._model)
         self._buffers = KeptState(self._model, ())
         self._keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
         self._beside: KeptModule | None = None  # as it was when the lot was handed out
@@ -374,7 +375,7 @@ class OwnLoop:
         self.refuse_closed()
         refuse_other_group(self.session.processes)
         self.session.refuse_other_process()
-        refuse_hooks(self._model)
+        self._listeners.refuse()
         step = self.course.step
         if self._lots.held is not None:
             raise ConfigurationError(

@@ -18,7 +18,7 @@ from fodp.noise.banded import BandedNoise
 from fodp.noise.exact import ExactNoise
 from fodp.options import Beginning
 from fodp.options.average import RunningAverage
-from fodp.options.filter import RESPONSE_LENGTH, NoFilter
+from fodp.options.filter import RESPONSE_LENGTH
 from fodp.options.quantile import AdaptiveClip
 from fodp.options.rate_rules import FollowedTranscript
 from fodp.options.scaling import ScalingState
@@ -100,7 +100,8 @@ class Session:
 
         A step that breaks off after its lot was drawn is over: it counts, and its mask and noise are never used again.
         """
-        self.refuse_other_process()
+        if not self._owner.is_here:
+            self.refuse_other_process()
         if self._ended:
             raise PrivacyError(f"this run has ended, make a new one: {self._ended}")
         if self.number >= self.plan.steps:
@@ -109,41 +110,46 @@ class Session:
         if self.witness is not None:
             self.witness.begin()
         try:
-            with self.processes.together(), self.source.unchanged() as kept:
-                if self.scaling is not None:
-                    self.scaling.factors(step.number)
-                released = self.method.step(step, self.states["method"])
-                kept.refuse_changes()
-                step.close()
-                self._confirm()
+            if self.processes.count == 1:
+                released = self._carried_out(step)
+            else:
+                with self.processes.together():
+                    released = self._carried_out(step)
         except BaseException:
             self.number += bool(step.lots)
             raise
-        if self.adaptive_clip is not None and step.count is not None:
-            self.adaptive_clip.move(step.count)
+        if step.count is not None:
+            self.states["clip"].move(step.count)
         self._noise_stds.appendleft(step.noise_std)
         self.number += 1
-        return self.states["filter"](released)
+        return self.states["filter"](released) if "filter" in self.states else released
+
+    def _carried_out(self, step: Step) -> Tensor:
+        """What the method releases in this step, once it is the promised event and the model has kept nothing."""
+        with self.source.unchanged() as kept:
+            if "scaling" in self.states:
+                self.states["scaling"].factors(step.number)
+            released = self.plan.algorithm.step(step, self.states["method"])
+            kept.refuse_changes()
+            step.close()
+            if self.witness is not None:
+                self._confirm(self.witness)
+        return released
 
     def gradients(self, number: int, lot: Lot, at: Points) -> Gradients:
         """The gradients of a lot of this step, scaled by the step's public factors."""
-        factors = None if self.scaling is None else self.scaling.factors(number)
-        exact = self.plan.exact_noise
+        scaling, exact = self.states.get("scaling"), self.plan.exact_noise
+        factors = None if scaling is None else scaling.factors(number)
         chunks = self.source.chunks(lot, at, factors, exact)
-        return Gradients(chunks, self.source.layout, lot, self.rule, factors, exact, self.processes.total)
-
-    def noised(self, query: Query, std: float, number: int, name: str) -> Tensor:
-        """The query with its noise. What a seeded run releases is shown to its witness."""
-        released = self.noise.add(query, std, number, name)
-        if self.witness is not None:
-            self.witness.see(released)
-        return released
+        total = self.processes.total if self.processes.count > 1 else None
+        return Gradients(chunks, self.source.layout, lot, self.rule, factors, exact, total)
 
     def heard(self, query: Query, released: Tensor, std: float, noise_std: float) -> Tensor:
         """The release without its scaling, once the options that learn from releases have seen it: post-processing."""
-        if self.scaling is not None and query.blocks is not None:
-            self.scaling.see(query, released, noise_std)
-        released = query.map_back_(released)
+        if query.blocks is not None:
+            if self.scaling is not None:
+                self.scaling.see(query, released, noise_std)
+            released = query.map_back_(released)
         rate: FollowedTranscript | None = self.states.get("rate")
         if rate is not None and released.shape == (self.source.layout.size,):
             rate.see(released, std)
@@ -186,7 +192,9 @@ class Session:
         if not self._noise_stds:
             return 0.0
         # One of the two is a single number: what must know the variance gets no noise that was filtered twice.
-        gains = np.convolve(self.method.noise_gains(self.states["method"]), self.states["filter"].noise_gains())
+        gains = np.asarray(self.method.noise_gains(self.states["method"]))
+        if "filter" in self.states:
+            gains = np.convolve(gains, self.states["filter"].noise_gains())
         total = math.fsum(gain * std * std for gain, std in zip(gains.tolist(), self._noise_stds, strict=False))
         return total / self.plan.lot_size**2
 
@@ -232,15 +240,14 @@ class Session:
                 "run (Trainer, make_private) in the process that trains"
             )
 
-    def _confirm(self) -> None:
+    def _confirm(self, witness: Witness) -> None:
         """Have the step's releases compared with what is known of them. Memories hold them already: a refusal is the
         end of the run."""
-        if self.witness is not None:
-            try:
-                self.witness.confirm()
-            except BaseException as error:
-                self._ended = str(error) or type(error).__name__
-                raise
+        try:
+            witness.confirm()
+        except BaseException as error:
+            self._ended = str(error) or type(error).__name__
+            raise
 
     def state_dict(self, *, views: bool = False) -> dict[str, Any]:
         """The state of every part: releases and public numbers only.
@@ -331,7 +338,7 @@ def started(plan: Plan, source: Source, noise: Noise, processes: Processes) -> d
         sample=source.public_records(chosen.scaling),
         same=processes.from_first,
     )
-    states: dict[str, Any] = {"method": plan.algorithm.init(plan, size), "filter": NoFilter()}
+    states: dict[str, Any] = {"method": plan.algorithm.init(plan, size)}
     named = {
         "filter": chosen.filter,
         "clip": chosen.quantile,

@@ -72,11 +72,12 @@ class Step:
 
     def __init__(self, session: "Session", number: int):
         self._session, self.number = session, number
-        schedules = session.method.options.schedules
-        self.plan: PublicNumbers = session.plan if schedules is None else schedules.at(session.plan, number)
-        adapted = session.adaptive_clip
+        plan = session.plan
+        schedules = plan.options.schedules
+        self.plan: PublicNumbers = plan if schedules is None else schedules.at(plan, number)
+        adapted = session.states.get("clip")
         self.clip_norm: float = self.plan.clip_norm if adapted is None else adapted.clip_norm
-        self.promised: tuple[Event, ...] = session.plan.events_at(number)
+        self.promised: tuple[Event, ...] = plan.events_at(number)
         self.lots: list[Lot] = []
         self.spent: list[float | None] = []  # the joint noise multiplier of each lot so far
         self.noise_std = 0.0  # of the last release
@@ -91,7 +92,7 @@ class Step:
         if name and not name.isalnum():
             raise PrivacyError(f"the name of a lot is letters and digits, got {name!r}")
         stream = f"mask{name}"
-        if any(lot.name == stream for lot in self.lots):
+        if self.lots and any(lot.name == stream for lot in self.lots):
             raise PrivacyError(f"this step has drawn a lot {name!r} already: give the second one another name")
         lot = self._session.lots.draw(self.number, stream, rate)
         self.lots.append(lot)
@@ -110,7 +111,7 @@ class Step:
         and the pair is the event that the plan promised. After the step the count moves C. Without a quantile nothing
         is released and `std` comes back as it is.
         """
-        clip = self._session.adaptive_clip
+        clip = self._session.states.get("clip")
         if clip is None:
             return std
         place = self._place(gradients.lot)
@@ -142,7 +143,11 @@ class Step:
 
     def noised(self, query: Query, std: float, name: str) -> Tensor:
         """The query with its noise, the same on all processes; audits put their own in its place."""
-        return self._session.noised(query, std, self.number, name)
+        session = self._session
+        released = session.noise.add(query, std, self.number, name)
+        if session.witness is not None:
+            session.witness.see(released)  # of a seeded run
+        return released
 
     @property
     def shapes(self) -> Sequence[torch.Size]:
@@ -166,15 +171,19 @@ class Step:
 
     def unclipped_fraction(self) -> float | None:
         """The released noisy share of examples within the clip norm in this step; None without a quantile."""
-        clip = self._session.adaptive_clip
+        clip = self._session.states.get("clip")
         return None if clip is None or self._count is None else clip.fraction_of(self._count)
 
     def close(self) -> None:
         """Raise unless the step has emitted what the plan promised for it; then a released count moves C."""
-        emitted = tuple(Event(lot.rate, z) for lot, z in zip(self.lots, self.spent, strict=True) if z)
+        emitted = []
+        for lot, spent in zip(self.lots, self.spent, strict=True):
+            if spent:
+                emitted.append((lot.rate, spent))
         if not _same(emitted, self.promised):
-            raise PrivacyError(f"step {self.number} emitted {emitted}, its plan promised {self.promised}")
-        if self._session.adaptive_clip is not None and self._count is None:
+            events = tuple(Event(*event) for event in emitted)
+            raise PrivacyError(f"step {self.number} emitted {events}, its plan promised {self.promised}")
+        if self._count is None and "clip" in self._session.states:
             raise PrivacyError(
                 f"a quantile is set, and the step of {self._session.plan.method} does not adapt the clip norm: leave "
                 "quantile out, or write std = step.adapt_clip(gradients, query, std) before its last release"
@@ -208,9 +217,11 @@ class Step:
         self.spent[place] = spent
 
 
-def _same(emitted: tuple[Event, ...], promised: tuple[Event, ...]) -> bool:
+def _same(emitted: Sequence[tuple[float, float]], promised: tuple[Event, ...]) -> bool:
     """Equal, but for a rate below the promised one: fewer examples than charged for are no fault."""
-    return len(emitted) == len(promised) and all(
-        e.sampling_rate <= p.sampling_rate and math.isclose(e.noise_multiplier, p.noise_multiplier, rel_tol=1e-9)
-        for e, p in zip(emitted, promised, strict=True)
-    )
+    if len(emitted) != len(promised):
+        return False
+    for (rate, multiplier), event in zip(emitted, promised, strict=True):
+        if rate > event.sampling_rate or not math.isclose(multiplier, event.noise_multiplier, rel_tol=1e-9):
+            return False
+    return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import accounting
@@ -26,6 +26,7 @@ from fodp.lots.reading import Collate, Fetcher
 from fodp.plan import Plan
 from fodp.processes import Turn
 from fodp.ranks import refuse_other_group
+from fodp.session import Session
 from fodp.sources.ahead import workers_for
 from fodp.sources.opening import Opening
 from fodp.sources.pull import Pull
@@ -38,9 +39,9 @@ from fodp.support.words import in_our_words
 from fodp.training.bad_records import BadRecord, explain_step
 from fodp.training.callbacks import Callback, listed_callbacks
 from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import PLANNED, fitting_optimizer, refuse_plateau, set_rate, steps_within
+from fodp.training.fitting import PLANNED, fitting_optimizer, moves_rate, refuse_plateau, set_rate, steps_within
 from fodp.training.order import refuse_other_order
-from fodp.training.rehearsal import refuse_hooks, rehearse
+from fodp.training.rehearsal import rehearse
 from fodp.training.scores import Metrics
 from fodp.training.signals import orderly_stop
 
@@ -165,7 +166,7 @@ class Trainer:
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._refused: str | None = None  # what made a step of this run impossible
         self._weights = AveragedWeights(self.session)
-        self._gradients = GradientBuffer(self.session.source.layout)
+        self._update = Update(self.session, self.optimizer)
         self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
 
     def __repr__(self) -> str:
@@ -351,10 +352,11 @@ class Trainer:
 
     def take_step(self) -> None:
         """One step of a fit: release, update, average. `fit()` takes all of them, and looks before the first."""
-        if not self.course.covers():
+        course, session = self.course, self.session
+        if course.account is not None and not course.covers():
             raise BudgetError("the budget is spent")
-        refuse_hooks(self.model)
-        self.between_steps, begun, session = False, self.step, self.session
+        self.source.listeners.refuse()
+        self.between_steps, begun = False, session.number
         try:
             release = session.take_step()
         except BaseException as error:
@@ -363,31 +365,12 @@ class Trainer:
             if found is not None:
                 raise found from found.__cause__
             raise
-        self._gradients.set(release, self.plan.lot_size)
-        self._update()
-        if session.average is not None:
-            session.average.take(session.parameters(), self.step, self.last_step)
+        self._update.take(release)
+        if "average" in session.states:
+            session.states["average"].take(session.parameters(), session.number, course.last_step)
         if self.scheduler is not None:
             self.scheduler.step()
         self.between_steps = True
-
-    def _update(self) -> None:
-        """Let the optimizer act on the release, and take that back if the method does not accept it."""
-        session, method = self.session, self.session.method
-        trained = {id(parameter) for parameter in session.source.layout.parameters}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in trained:
-                    parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
-        set_rate(session, self.optimizer)
-        method.tune(self.optimizer, session, session.states["method"])
-        before = (
-            (session.parameters(), copy.deepcopy(self.optimizer.state_dict())) if method.has_acceptance_test else None
-        )
-        self.optimizer.step()
-        if before is not None and not method.accepts(session, session.states["method"]):
-            session.source.layout.write(before[0])
-            self.optimizer.load_state_dict(before[1])
 
     def _lose_step(self, begun: int, error: BaseException) -> None:
         """A step broke off, perhaps after its lot was drawn: it stays charged, and nothing of it is used."""
@@ -479,6 +462,37 @@ class Trainer:
             self.metrics.new.clear()
             # Only the first process has the ledger, which knows of steps that were used after the checkpoint.
             self.course.agree()
+
+
+class Update:
+    """What becomes of a release: it is divided by the public L, and the optimizer acts on it."""
+
+    def __init__(self, session: Session, optimizer: torch.optim.Optimizer):
+        self._session, self._optimizer, layout = session, optimizer, session.source.layout
+        self._gradients = GradientBuffer(layout)
+        self._trained = {id(parameter) for parameter in layout.parameters}
+        self._moves_rate = moves_rate(session)
+
+    def take(self, release: Tensor) -> None:
+        """Let the optimizer act on the release, and take that back if the method does not accept it."""
+        session, optimizer = self._session, self._optimizer
+        method, state = session.plan.algorithm, session.states["method"]
+        self._gradients.set(release, session.plan.lot_size)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._trained:
+                    parameter.grad = None  # of the owner's own backward pass, perhaps: no noise in it
+        if self._moves_rate:
+            set_rate(session, optimizer)
+        method.tune(optimizer, session, state)
+        if not method.has_acceptance_test:
+            optimizer.step()
+            return
+        before = session.parameters(), copy.deepcopy(optimizer.state_dict())
+        optimizer.step()
+        if not method.accepts(session, state):
+            session.source.layout.write(before[0])
+            optimizer.load_state_dict(before[1])
 
 
 @dataclass

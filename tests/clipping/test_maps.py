@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fodp.clip import ByLayer, Normalised
 from fodp.clipping import Engine
 from fodp.clipping.batches import Keyed
 from fodp.clipping.maps import RANK, WHOLE, Kronecker, Side, factors_of, share, whitening
 from fodp.draws import Source
+from fodp.gradients import ByLayer, Normalised
 from fodp.noise import Streams
 from gradients_for_tests import gradients_of
 from models_for_tests import FAST, LAYERS, build, clip_norm_for, clipped, gradients_by_hand, probe, size_of, trainable

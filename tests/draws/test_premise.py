@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 import fodp
 from fodp import PrivacyError
 from fodp.data import ImageAugmentation
+from fodp.lots.poisson import PoissonSampler
 from fodp.noise import keyed_from
-from fodp.sampling import PoissonSampler
 from fodp.support.looks import is_rare
 from sessions_for_tests import session
 

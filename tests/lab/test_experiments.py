@@ -181,10 +181,10 @@ class TestCodeVersion:
         ("where", "change"),
         [
             ("fodp.memory.window.WindowMemory.mix_in_", lambda self, vector, share: vector),
-            ("fodp.sampling.poisson_indices", lambda words, rate: np.arange(len(words))),
-            ("fodp.options.filter.NoFilter.__call__", lambda self, release: 2 * release),
+            ("fodp.lots.poisson.poisson_indices", lambda words, rate: np.arange(len(words))),
+            ("fodp.session.Session.heard", lambda self, query, released, *_: 2 * released),
         ],
-        ids=["memory", "masks", "filter"],
+        ids=["memory", "masks", "release"],
     )
     def test_what_the_code_does_counts(self, where, change, monkeypatch):
         found = code_version("fo-dp-sgd")

@@ -8,7 +8,7 @@ from scipy.signal import lfilter
 
 import fodp
 from fodp.memory import ExponentialMemory, FractionalMemory, UniformMemory
-from fodp.options.filter import LowPass, MemoryAfterRelease, NoFilter, feedback_gains
+from fodp.options.filter import LowPass, MemoryAfterRelease, feedback_gains
 
 # Coefficients published with DOPPLER and DP-PMLF, and their noise gain Σ h² (BASELINES.md 9.1).
 PUBLISHED = [
@@ -106,7 +106,7 @@ class TestMemoryAfterRelease:
             MemoryAfterRelease(1.5, FractionalMemory())
 
 
-@pytest.mark.parametrize("make", [NoFilter, lambda: LowPass((-0.7, -0.2), (0.05, 0.05)), memory])
+@pytest.mark.parametrize("make", [lambda: LowPass((-0.7, -0.2), (0.05, 0.05)), memory])
 class TestEveryFilter:
     def test_goes_on_elsewhere_bit_for_bit(self, make):
         inputs = signal()

@@ -14,11 +14,11 @@ from fodp.accounting import Event, Phase
 from fodp.accounting.budget import RenyiBudget
 from fodp.cli.main import main
 from fodp.ledger.card import faults
+from fodp.lots.poisson import PoissonSampler
 from fodp.methods.dp_sgd import DPSGD
 from fodp.methods.fo_noise import FONoise
 from fodp.noise import Streams
 from fodp.noise.banded import BandedNoise, accumulated_noise, best_order, fractional_coefficients
-from fodp.sampling import PoissonSampler
 from methods_for_tests import StopAfter, data, flat, losses, network, plan, record, trainer, trajectory
 from ranks_for_tests import in_ranks
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import fodp
 from fodp import testing
-from fodp.clip import ByLayer
 from fodp.clipping.engine import Engine
+from fodp.gradients import ByLayer
 from fodp.methods import METHODS
 from fodp.options.clip import PerLayer
 from gradients_for_tests import gradients_of

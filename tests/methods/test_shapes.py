@@ -8,8 +8,8 @@ import torch
 import fodp
 from fodp import ConfigurationError, PrivacyError, testing
 from fodp.audit.tape import event_faults, promised
-from fodp.clip import Normalised
 from fodp.clipping.engine import Engine
+from fodp.gradients import Normalised
 from fodp.methods import METHODS
 from fodp.methods.dp_sgd import DPSGD
 from fodp.options.update import NoiseCorrectedAdam

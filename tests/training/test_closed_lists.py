@@ -22,7 +22,7 @@ from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.cli.main import main
 from fodp.ledger import Ledger
-from fodp.sampling import PoissonSampler
+from fodp.lots.poisson import PoissonSampler
 from fodp.session import Session
 from fodp.state import checkpoint
 from fodp.trainer import Trainer
@@ -110,7 +110,7 @@ def checkpoint_list(seeded, ledger, callbacks):
         "optimizer": {"state": {}, "param_groups": [GROUP]},
         "scheduler": NoneType,
         "state": {
-            "states": {"method": MEMORY, "filter": {}},
+            "states": {"method": MEMORY},
             "noise_stds": Each(float),
             "kernels": bool,
             "device": str,

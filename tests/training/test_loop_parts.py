@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 import fodp
-from fodp.clip import Flat
+from fodp.gradients import Flat
 from fodp.own_loop import make_private
 
 STEPS = 6

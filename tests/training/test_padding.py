@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fodp
 from fodp import DataError
+from fodp.lots.poisson import PoissonSampler
 from fodp.noise import Streams
 from fodp.own_loop import make_private
-from fodp.sampling import PoissonSampler
 
 ROWS, RATE, DEPENDS = 40, 0.2, "depends on how far other records of its lot make"
 DOORS = ["Trainer", "make_private"]

@@ -9,8 +9,9 @@ from torch.utils.data import (
 )
 
 from fodp.errors import ConfigurationError, PrivacyError
+from fodp.lots.poisson import PoissonSampler
 from fodp.lots.records import record_count, tensor_columns
-from fodp.sampling import PoissonSampler, WordStreams
+from fodp.sampling import WordStreams
 from fodp.support import checks
 
 

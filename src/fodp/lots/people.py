@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from fodp.errors import ConfigurationError, DataError
-from fodp.sampling import Lot, PoissonSampler, WordStreams
+from fodp.lots.poisson import PoissonSampler
+from fodp.sampling import Lot, WordStreams
 from fodp.support import checks
 from fodp.support.checks import shown
 

@@ -94,7 +94,7 @@ class Fetcher:
         """The batch of these records, in memory of its own. `records` are the numbers that they draw under."""
         if self._columns is not None:
             return tuple(
-                column.index_select(0, indices.to(column.device, non_blocking=True)) for column in self._columns
+                [column.index_select(0, indices.to(column.device, non_blocking=True)) for column in self._columns]
             )
         names = indices if records is None else records
         found = self._read(indices, source, names)

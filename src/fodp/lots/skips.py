@@ -13,6 +13,7 @@ p is ⌊q·2⁶⁴⌋·2⁻⁶⁴ as it is for masks: never above the declared r
 leave a doubt with probability below 2⁻¹⁹⁰ a skip.
 """
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,6 +38,7 @@ Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
 
+@functools.cache
 def applies(size: int, rate: float) -> bool:
     """Whether lots of this rate from so many records are drawn by skips."""
     return size >= LEAST_RECORDS and rate < MOST_RATE

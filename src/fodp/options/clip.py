@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fodp import clip
+from fodp import gradients
 from fodp.errors import ConfigurationError
 from fodp.options.option import Option
 from fodp.support import checks
@@ -16,9 +16,9 @@ Layers = tuple[tuple[tuple[int, ...], float], ...]
 class Clip(Option):
     """How one example's gradient is brought to the clip norm C."""
 
-    def rule(self, names: Sequence[str]) -> clip.ClipRule:
+    def rule(self, names: Sequence[str]) -> gradients.ClipRule:
         """The rule for a model whose trainable parameters have these names."""
-        return clip.FLAT
+        return gradients.FLAT
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Normalised(Clip):
     def __post_init__(self) -> None:
         checks.positive("clip_stability", self.clip_stability)
 
-    def rule(self, names: Sequence[str]) -> clip.ClipRule:
-        return clip.Normalised(self.clip_stability)
+    def rule(self, names: Sequence[str]) -> gradients.ClipRule:
+        return gradients.Normalised(self.clip_stability)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class PerLayer(Clip):
         for share in self.layer_shares:
             checks.positive("each of layer_shares", share)
 
-    def rule(self, names: Sequence[str]) -> clip.ClipRule:
-        return clip.ByLayer(self.groups(names))
+    def rule(self, names: Sequence[str]) -> gradients.ClipRule:
+        return gradients.ByLayer(self.groups(names))
 
     def groups(self, names: Sequence[str]) -> Layers:
         """The parameters of one module, without those of its children, are one layer."""

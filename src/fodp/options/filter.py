@@ -38,22 +38,6 @@ class FilterState(Protocol):
         """Take over a saved state."""
 
 
-class NoFilter:
-    """The release as it is."""
-
-    def __call__(self, release: Tensor) -> Tensor:
-        return release
-
-    def noise_gains(self) -> Sequence[float]:
-        return (1.0,)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 class LowPass:
     """DOPPLER's low-pass filter with start-up correction (Zhang et al., NeurIPS 2024).
 

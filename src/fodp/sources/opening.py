@@ -8,13 +8,14 @@ from torch import nn
 from fodp.gradients import Source
 from fodp.identity.repeats import warn_of_equal_rows
 from fodp.lots.people import Owners, PeopleSampler
+from fodp.lots.poisson import PoissonSampler
 from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
 from fodp.options import conflicts
 from fodp.plan import Plan
 from fodp.ranks import here
 from fodp.ranks.facts import facts, refuse_wrapped
-from fodp.sampling import Lots, PoissonSampler
+from fodp.sampling import Lots
 from fodp.session import Session
 from fodp.sources.ahead import Ahead
 

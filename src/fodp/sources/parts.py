@@ -6,9 +6,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fodp.clip import ClipRule
 from fodp.errors import ConfigurationError
-from fodp.gradients import Chunk, Gradients
+from fodp.gradients import Chunk, ClipRule, Gradients
 from fodp.layout import Layout
 from fodp.sampling import Lot
 

@@ -24,6 +24,7 @@ from fodp.options.scaling import Kronecker
 from fodp.queries import Factor
 from fodp.sampling import Lot
 from fodp.sources.ahead import Ahead, read
+from fodp.sources.hooks import Listeners
 from fodp.support.looks import Looks, is_rare
 
 
@@ -53,6 +54,7 @@ class Pull:
         self._streams, self._microbatch, self._summed, self._ahead = streams, microbatch, summed, ahead
         self._watched = [engine.outside, outside]
         self._parameters = tuple(engine.model.parameters())
+        self.listeners = Listeners(engine.model)
         self._public_sample = public_sample
         self._widths = Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
@@ -124,7 +126,10 @@ class Pull:
 
     def _some(self, lot: Lot, source: Source, places: Tensor, look: bool) -> Keyed:
         """The records at these places of a lot; `look`: whether the augmentation is looked at."""
-        fetched = read(self.fetcher, self._ahead, lot, source, places)
+        if self._ahead is None:
+            fetched = self.fetcher.fetch(lot.indices[places], source, lot.records[places])
+        else:
+            fetched = read(self.fetcher, self._ahead, lot, source, places)
         if self.fetcher.batched_by is not None and len(places) > 1 and self._widths.grow(fetched):
             self._refuse_mixing_collate(lot, places)
         batch = self._keyed(lot, places, repeat(fetched, self.copies), self._rows(lot.records[places]), source)

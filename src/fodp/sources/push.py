@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fodp.clip import ClipRule
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.padding import LOTS_COMPARED, Widths
 from fodp.draws import Source
 from fodp.errors import ConfigurationError, DataError
-from fodp.gradients import HERE, Chunk, Gradients, Points
+from fodp.gradients import HERE, Chunk, ClipRule, Gradients, Points
 from fodp.layout import Layout
 from fodp.lots.reading import Fetcher
 from fodp.noise import Streams

@@ -80,6 +80,8 @@ def number(name: str, value: object) -> float:
 
 def positive(name: str, value: object) -> float:
     """A number above zero."""
+    if type(value) is float and 0 < value < math.inf:  # asked in every step
+        return value
     checked = number(name, value)
     if checked <= 0:
         raise ConfigurationError(f"{name} must be above 0, got {shown(value)}")
@@ -93,6 +95,8 @@ LEAST_CLIP_NORM, MOST_CLIP_NORM = 1e-18, 1e30
 
 def clip_norm(name: str, value: object) -> float:
     """A bound on gradients' norms that float32 can keep: its weights have all their digits, its sums are finite."""
+    if type(value) is float and LEAST_CLIP_NORM <= value <= MOST_CLIP_NORM:
+        return value
     checked = positive(name, value)
     if not LEAST_CLIP_NORM <= checked <= MOST_CLIP_NORM:
         raise ConfigurationError(
@@ -104,6 +108,8 @@ def clip_norm(name: str, value: object) -> float:
 
 def at_least_zero(name: str, value: object) -> float:
     """A number of zero or more."""
+    if type(value) is float and 0 <= value < math.inf:  # asked in every step
+        return value
     checked = number(name, value)
     if checked < 0:
         raise ConfigurationError(f"{name} must be at least 0, got {shown(value)}")

@@ -29,7 +29,7 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
         rate = _automatic_rate(session) if method.options.rate.is_automatic else None
         for group in made.param_groups:
             group["lr"] = group["lr"] if rate is None else rate
-            if _moves(session):
+            if moves_rate(session):
                 group[PLANNED] = group["lr"]  # beside the optimizer's own numbers, and in checkpoints with them
         return made
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -80,7 +80,7 @@ def set_rate(session: Session, optimizer: torch.optim.Optimizer) -> None:
     quantile the gradient is scaled by C/C_t, made of releases, so that its noise is that of the plan's clip norm: on
     the device, which may be the only one to know C_t.
     """
-    if not _moves(session) or any(PLANNED not in group for group in optimizer.param_groups):
+    if not moves_rate(session) or any(PLANNED not in group for group in optimizer.param_groups):
         return  # a constant rate, or an optimizer of the user's
     factor = session.method.options.rate.at(session.number - 1, session.plan.steps)
     rule: FollowedTranscript | None = session.states.get("rate")
@@ -109,7 +109,8 @@ def _along(std: float, factor: Factor, way: Tensor) -> float:
     return std * mapped_length(factor, way)
 
 
-def _moves(session: Session) -> bool:
+def moves_rate(session: Session) -> bool:
+    """Whether the plan moves the rate of the method's own optimizer from step to step."""
     return session.method.options.rate.acts or _follows_clip(session)
 
 

@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fodp.clipping.batches import repeat, tensors
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
-from fodp.errors import ConfigurationError, DataError, PrivacyError
+from fodp.errors import DataError, PrivacyError
 from fodp.training.bad_records import explain, refuse_unlike
 from fodp.training.columns import whole_numbers
 
@@ -25,7 +24,7 @@ def rehearse(source: "Pull", dataset: Any) -> None:
     (types, labels out of range, another form) are a `DataError` that names one; any other exception is the user's own,
     with a note.
     """
-    refuse_hooks(source.engine.model)
+    source.listeners.refuse()
     if source.fetcher.batched_by is None:
         refuse_unlike(dataset)
     kept, foreign = source.unchanged(), foreign_state()
@@ -50,18 +49,6 @@ def rehearse(source: "Pull", dataset: Any) -> None:
         restore_foreign(foreign)
         kept.refuse_changes()  # also after an exception: what a model has written of records must not stay
         kept.restore()  # nor what was kept in an attribute that was empty
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise if somebody listens to gradients of parameters, which have no noise while a step is made."""
-    for name, parameter in model.named_parameters():
-        hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
-        # A loop of the user's own, made private in this process, watches for models that are not in it.
-        if any(not str(getattr(hook, "__module__", "")).startswith("fodp.") for hook in hooks):
-            raise ConfigurationError(
-                f"a hook on the parameter {name} would be given gradients without noise: remove it "
-                "(wandb.watch: log='parameters', or WANDB_WATCH=false)"
-            )
 
 
 def telling(dataset: Any) -> torch.Tensor:

@@ -13,8 +13,8 @@ from fodp.cli._malloc import keep_freed_memory
 from fodp.data import Splits
 from fodp.data.models import cross_entropy
 from fodp.identity.private_data import declare_public
+from fodp.lots.poisson import PoissonSampler
 from fodp.noise import Streams
-from fodp.sampling import PoissonSampler
 from fodp.trainer import Trainer
 from fodp.training.callbacks import Callback
 from fodp.training.scores import accuracy
