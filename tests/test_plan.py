@@ -64,7 +64,7 @@ def test_bad_numbers_are_refused_by_name(changes, message):
 
 @pytest.mark.rule(14)
 def test_a_missing_sigma_or_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="noise_multiplier"):
+    with pytest.raises(fodp.ConfigurationError, match="noise_multiplier is missing"):
         fodp.Plan(**{k: v for k, v in PAPER.items() if k != "noise_multiplier"})
     with pytest.raises(fodp.ConfigurationError, match="a plan has no field 'sygma'; it knows"):
         plan(sygma=1.0)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fodp import accounting
@@ -27,12 +28,25 @@ _COMBINED = ("mean", "sum")
 _OPEN: Any = None  # a number that may follow from others
 
 
-class Chosen(TypedDict, total=False):
-    """What may be said beside the fields of a plan: public sizes, and options as objects."""
+class Sizes(TypedDict, total=False):
+    """Public guesses of how large the data is, in place of rates and steps."""
 
     public_size: int
     batch: float
     epochs: float
+
+
+class People(TypedDict, total=False):
+    """Who is protected, and what a step uses of a person's records."""
+
+    unit: str
+    records_per_person: int | None
+    person_gradient: str
+
+
+class OptionObjects(TypedDict, total=False):
+    """Options as objects, in place of their spelling in params."""
+
     rate: "options.Rate"
     update: "options.Update"
     filter: "options.Filter"
@@ -44,7 +58,11 @@ class Chosen(TypedDict, total=False):
     average: "options.Average"
 
 
-@dataclass(frozen=True, kw_only=True)
+class Chosen(Sizes, People, OptionObjects, total=False):
+    """What may be said beside the numbers that every plan has."""
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
 class Plan:
     """What will be done to the data, declared before it is touched; it implies (ε, δ).
 
@@ -97,29 +115,59 @@ class Plan:
     records_per_person: int | None = None
     person_gradient: str = "mean"
 
-    if TYPE_CHECKING:
+    def __init__(
+        self,
+        *,
+        noise_multiplier: float = _OPEN,
+        sampling_rate: float | None = None,
+        steps: int | None = None,
+        lot_size: float | None = None,
+        clip_norm: float = 1.0,
+        delta: float | None = None,
+        method: str | None = None,
+        params: Mapping[str, Any] = MappingProxyType({}),
+        accountant: str = "pld",
+        seed: int | None = None,
+        exact_noise: bool = False,
+        **chosen: Unpack[Chosen],
+    ):
+        said: dict[str, Any] = dict(
+            sampling_rate=sampling_rate, steps=steps, lot_size=lot_size, clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier, delta=delta, method=method, params=params, accountant=accountant,
+            seed=seed, exact_noise=exact_noise, **chosen,
+        )  # fmt: skip
+        said = {name: checks.builtin(value) for name, value in said.items()}
+        if noise_multiplier is None:
+            del said["noise_multiplier"]
+        unknown = [_unknown_field(name, said[name]) for name in sorted(said.keys() - _names())]
+        if unknown:
+            raise ConfigurationError(checks.listed([*unknown, *map(str, checks.refusals(*field_checks(said)))]))
+        if noise_multiplier is None:
+            raise ConfigurationError("noise_multiplier is missing: give it, or let Plan.calibrated find it for an ε")
+        said |= _all_of(said)
+        for own in fields(self):
+            object.__setattr__(self, own.name, said.get(own.name, own.default))
+        self._refuse_together()
+        # Defaults are filled in, so that the plan records every number that the run will use.
+        object.__setattr__(self, "params", self.algorithm.describe())
+        if checks.called_by_the_user():
+            warn_of_little_privacy(self)
 
-        def __init__(
-            self, *, noise_multiplier: float, sampling_rate: float | None = None, steps: int | None = None,
-            lot_size: float | None = None, clip_norm: float = 1.0, delta: float | None = None,
-            method: str | None = None, params: Mapping[str, Any] = ..., accountant: str = "pld",
-            seed: int | None = None, exact_noise: bool = False, unit: str = "record",
-            records_per_person: int | None = None, person_gradient: str = "mean", **chosen: Unpack[Chosen],
-        ) -> None: ...  # fmt: skip
-
-    def __post_init__(self) -> None:
+    def _refuse_together(self) -> None:
+        """Raise for numbers and choices that are right by themselves and not together."""
         conflicts.refuse(self._own_features())
-        self._check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
+        _check_scale("noise_multiplier times clip_norm", self.noise_multiplier * self.clip_norm)
         for numbers in self._numbers().values():
             checks.clip_norm("clip_norm times clip_schedule", numbers.clip_norm)
-            self._check_scale(
-                "noise_multiplier times clip_norm, with noise_schedule and clip_schedule,",
-                numbers.noise_multiplier * numbers.clip_norm,
+            scale = numbers.noise_multiplier * numbers.clip_norm
+            _check_scale("noise_multiplier times clip_norm, with noise_schedule and clip_schedule,", scale)
+        turns = self.algorithm.turns
+        if turns * self.sampling_rate > 1 + 1e-9:
+            raise ConfigurationError(
+                f"with {turns} cohorts of records that take turns, a record whose turn it is would be drawn with "
+                f"probability {turns}·{self.sampling_rate:g} = {turns * self.sampling_rate:g}: take at most "
+                f"{int(1 / self.sampling_rate + 1e-9)} bands, or a lower sampling_rate"
             )
-        # Fill in the defaults, so that the plan records every number that the run will use.
-        object.__setattr__(self, "params", self.algorithm.describe())
-        if self.algorithm.turns > 1:
-            self._check_turns(self.algorithm.turns)
 
     def __repr__(self) -> str:
         """What was chosen: of the method's parameters those that differ from their defaults."""
@@ -143,20 +191,6 @@ class Plan:
         """Those that are known without the plan's events."""
         found = {**self.algorithm.features, f"unit={self.unit!r}": f"unit={self.unit!r}"}
         return found | ({"exact_noise": "exact_noise"} if self.exact_noise else {})
-
-    def _check_turns(self, turns: int) -> None:
-        """Records take turns."""
-        if turns * self.sampling_rate > 1 + 1e-9:
-            raise ConfigurationError(
-                f"with {turns} groups of records that take turns, a record whose turn it is would be drawn with "
-                f"probability {turns}·{self.sampling_rate:g} = {turns * self.sampling_rate:g}: take at most "
-                f"{int(1 / self.sampling_rate + 1e-9)} bands, or a lower sampling_rate"
-            )
-
-    @staticmethod
-    def _check_scale(name: str, value: float) -> None:
-        if not 1e-30 <= value <= 1e30:
-            raise ConfigurationError(f"{name} must lie between 1e-30 and 1e30, where float32 holds it; got {value:g}")
 
     @cached_property
     def algorithm(self) -> Method:
@@ -280,28 +314,14 @@ class Plan:
         return statement(self, steps=steps, epsilon=epsilon)
 
 
-def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Take public sizes and options as objects beside the fields, and refuse unknown names in our words.
+def _names() -> set[str]:
+    """Every keyword of a plan: its fields, public sizes, and options as objects."""
+    return {*SIZES, *KINDS, *(field.name for field in fields(Plan))}
 
-    Whatever is wrong with the other fields stands in the same message. A plan of the user's that says little about
-    privacy is made, with a warning.
-    """
-    own, beside = [f.name for f in fields(Plan)], {*SIZES, *KINDS}
 
-    @wraps(init)
-    def checked(self: Plan, **public: Any) -> None:
-        said = {name: checks.builtin(value) for name, value in public.items()}
-        unknown = [_unknown_field(name, said[name]) for name in sorted(said.keys() - own - beside)]
-        if unknown:
-            raise ConfigurationError(checks.listed([*unknown, *map(str, checks.refusals(*field_checks(said)))]))
-        given = {name: value for name, value in said.items() if name not in beside}
-        if "noise_multiplier" in said:  # else Python says that it is missing
-            given |= _all_of(said)
-        init(self, **given)
-        if checks.called_by_the_user():
-            warn_of_little_privacy(self)
-
-    return checked
+def _check_scale(name: str, value: float) -> None:
+    if not 1e-30 <= value <= 1e30:
+        raise ConfigurationError(f"{name} must lie between 1e-30 and 1e30, where float32 holds it; got {value:g}")
 
 
 def _all_of(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,9 +374,7 @@ def _unknown_field(name: str, value: Any) -> str:
     here = words.answer(name)
     if here is not None:
         return f"a plan has no field {name!r}: here it is {here}"
-    return (
-        f"a plan has no field {name!r}; it knows {', '.join(sorted([*SIZES, *KINDS, *(f.name for f in fields(Plan))]))}"
-    )
+    return f"a plan has no field {name!r}; it knows {', '.join(sorted(_names()))}"
 
 
 def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
@@ -436,5 +454,3 @@ def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> N
     for sentence in [*odd_delta(plan), *odd_strength(plan, target_epsilon)]:
         checks.warn(sentence)
 
-
-Plan.__init__ = _in_words(Plan.__init__)  # type: ignore[method-assign]

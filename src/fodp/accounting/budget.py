@@ -217,5 +217,5 @@ def _selection_cost(tally: Tally, mean: float, shape: float) -> Floats:
         extra = (1 + shape) * float(np.min((1 - 1 / orders) * spent.rdp - log_stop / orders))
     rdp: Floats = spent.rdp + math.log(mean) / (orders - 1) + extra
     rdp = np.minimum.accumulate(rdp[::-1])[::-1]  # a higher order's value is a bound too
-    rdp.flags.writeable = False
+    rdp.setflags(write=False)
     return rdp

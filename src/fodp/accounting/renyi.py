@@ -81,7 +81,7 @@ def release_rdp(rate: float, noise: float, orders: tuple[float, ...] = ORDERS) -
         # The divergence rises with the order: where only whole orders are known, the next one's is a bound.
         rdp = np.array([logs[known] / (known - 1) for o in orders for known in [o if o in logs else math.ceil(o)]])
     rdp = rdp * _ROUNDING + ROUND_OFF
-    rdp.flags.writeable = False
+    rdp.setflags(write=False)
     return rdp
 
 

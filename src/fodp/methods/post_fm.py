@@ -36,8 +36,7 @@ class PostFM(DPSGD):
 
     def step(self, step: Step, memory: MemoryAfterRelease) -> Tensor:
         """An ordinary DP-SGD release, then memory."""
-        memory.beta = value_at(self.params.beta, step.number)
-        return memory.mix_(super().step(step, None))
+        return memory.mix_(super().step(step, None), value_at(self.params.beta, step.number))
 
     def noise_response(self, plan: PublicNumbers) -> Sequence[float]:
         return mixed_response(value_at(self.params.beta, 0), self.params.memory(floor=1.0))

@@ -119,12 +119,12 @@ class MemoryAfterRelease:
         self._mixed: tuple[float, Weights] | None = None  # β and the memory's weights of the last mix
 
     def __call__(self, release: Tensor) -> Tensor:
-        return self.mix_(release.clone())
+        return self.mix_(release.clone(), self.beta)
 
-    def mix_(self, release: Tensor) -> Tensor:
-        """Mix and remember in place, for a release that nobody else needs."""
-        self._mixed = self.beta, self.memory.by_lag()
-        return self.memory.remember_then_mix_(release, self.beta, 1 - self.beta)
+    def mix_(self, release: Tensor, beta: float) -> Tensor:
+        """Mix by this β and remember in place, for a release that nobody else needs."""
+        self._mixed = beta, self.memory.by_lag()
+        return self.memory.remember_then_mix_(release, beta, 1 - beta)
 
     def noise_gains(self) -> Sequence[float]:
         """β², then ((1-β)·ŵ)² of the last mix."""
