@@ -1,10 +1,11 @@
-"""The estimators of `fodp.sklearn` with the rate that they have by default and with others: scores on held-out rows.
+"""The estimators of `fodp.sklearn` as they are by default and with other settings: scores on held-out rows.
 
-    python benchmarks/sklearn_rates.py
+    python benchmarks/sklearn_rates.py                      the table of docs/scikit-learn.md
+    python benchmarks/sklearn_rates.py --ratios 2 4 6 8     how `auto_ratio` was chosen, on other splits
 
 The data sets embedded in scikit-learn, and one made-up regression, for ε = 1, 3 and 8, δ=1e-5, everything else at its
 default. A seed draws the split (a fifth is held out), the start and the noise. Accuracy in percent; of a regression R²
-in percent. Both rates have the same seeds, and the difference has its standard error.
+in percent. All columns have the same seeds, and differences have their standard error.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from sklearn.model_selection import train_test_split
 from fodp.cli._malloc import keep_freed_memory
 from fodp.sklearn import PrivateClassifier, PrivateLogisticRegression, PrivateRegressor
 
-FIXED = {PrivateClassifier: 1.0, PrivateLogisticRegression: 2.0, PrivateRegressor: 0.5}  # the defaults
+# Until 0.1.0: the paper's method with a fixed rate, and the mean over the second half of the fit.
+BEFORE = {PrivateClassifier: 1.0, PrivateLogisticRegression: 2.0, PrivateRegressor: 0.5}
+FIRST_SEED = {True: 0, False: 100}  # ratios were chosen on other splits than those of the table
 _TEN = [(0, 40), (0, 50), (0, 300), (0, 4000), (0, 0.25), (0, 0.5), (0, 0.6), (0, 0.3), (0, 0.5), (0, 0.15)]
 _ERRORS = [(0, 4), (0, 6), (0, 30), (0, 700), (0, 0.05), (0, 0.2), (0, 0.6), (0, 0.08), (0, 0.1), (0, 0.05)]
 _WORST = [(0, 50), (0, 60), (0, 350), (0, 6000), (0, 0.3), (0, 1.5), (0, 1.8), (0, 0.4), (0, 0.8), (0, 0.3)]
@@ -47,13 +50,11 @@ def rows_of(name: str) -> tuple[Any, Any]:
     return getattr(datasets, "load_" + name.replace(" ", "_"))(return_X_y=True)
 
 
-def score(name: str, kind: Any, epsilon: float, rate: float | str, seed: int, **params: Any) -> float:
+def score(name: str, kind: Any, epsilon: float, seed: int, **chosen: Any) -> float:
     """Of one fit, on the fifth that was held out."""
     rows, targets = rows_of(name)
     train, held, train_targets, held_targets = train_test_split(rows, targets, test_size=0.2, random_state=seed)
-    public: dict[str, Any] = dict(
-        epsilon=epsilon, delta=1e-5, bounds=BOUNDS[name], lr=rate, random_state=seed, params=params
-    )
+    public: dict[str, Any] = dict(epsilon=epsilon, delta=1e-5, bounds=BOUNDS[name], random_state=seed, **chosen)
     public["public_size"] = round(len(train), -1)
     if name in TARGETS:
         public["target_bounds"] = TARGETS[name]
@@ -62,32 +63,41 @@ def score(name: str, kind: Any, epsilon: float, rate: float | str, seed: int, **
     return 100 * kind(**public).fit(train, train_targets).score(held, held_targets)
 
 
+def gain(now: list[float], before: list[float]) -> str:
+    """The mean difference with its standard error."""
+    each = [a - b for a, b in zip(now, before, strict=True)]
+    error = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.nan
+    return f"{mean(each):+.1f} ± {error:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6, help="how many")
+    parser.add_argument("--seeds", type=int, help="how many; default 10, with --ratios 3")
     parser.add_argument("--data", nargs="+", default=list(BOUNDS), choices=list(BOUNDS), metavar="NAME")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 3.0, 8.0])
-    parser.add_argument("--ratio", type=float, help="auto_ratio, if not its default")
+    parser.add_argument("--ratios", type=float, nargs="+", help="columns for these values of auto_ratio")
     options = parser.parse_args()
-    params = {} if options.ratio is None else dict(auto_ratio=options.ratio)
+    first = FIRST_SEED[options.ratios is not None]
+    seeds = range(first, first + (options.seeds or (10 if options.ratios is None else 3)))
+    ratios = {f"ratio {ratio:g}": dict(params=dict(auto_ratio=ratio)) for ratio in options.ratios or ()}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
-    print("| data | estimator | ε | fixed | auto | auto − fixed |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    head = ["data", "estimator", "ε", "before", *(ratios or ["default", "default − before"])]
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}", flush=True)
     for name in options.data:
-        kinds = [PrivateRegressor] if name in TARGETS else [PrivateClassifier, PrivateLogisticRegression]
-        for kind in kinds:
+        for kind in [PrivateRegressor] if name in TARGETS else [PrivateClassifier, PrivateLogisticRegression]:
             for epsilon in options.epsilons:
-                seeds = range(options.seeds)
-                fixed = [score(name, kind, epsilon, FIXED[kind], seed) for seed in seeds]
-                auto = [score(name, kind, epsilon, "auto", seed, **params) for seed in seeds]
-                gains = [a - f for a, f in zip(auto, fixed, strict=True)]
-                error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
-                print(
-                    f"| {name} | {kind.__name__} | {epsilon:g} | {mean(fixed):.1f} | {mean(auto):.1f} | "
-                    f"{mean(gains):+.1f} ± {error:.1f} |",
-                    flush=True,
-                )
+                columns: dict[str, dict[str, Any]] = {"before": dict(method="fo-dp-sgd", lr=BEFORE[kind])}
+                columns |= ratios or {"default": {}}
+                found = {
+                    column: [score(name, kind, epsilon, seed, **chosen) for seed in seeds]
+                    for column, chosen in columns.items()
+                }
+                shown = [f"{mean(each):.1f}" for each in found.values()]
+                if not ratios:
+                    shown.append(gain(found["default"], found["before"]))
+                print(f"| {name} | {kind.__name__} | {epsilon:g} | {' | '.join(shown)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,31 @@ class TestAccuracy:
         assert logistic(epsilon=8, random_state=0, epochs=50).fit(inputs, labels).score(*rows(seed=1)) > 0.9
 
 
-def test_another_average_takes_the_place_of_the_usual_one():
+def test_without_a_word_the_method_is_the_recipe_and_sizes_are_those_of_a_plan():
+    """As in every door; the rate follows from public numbers, with a ratio that is each estimator's own."""
+    ratios = set()
+    for model in (logistic(), PrivateClassifier(**PUBLIC), PrivateRegressor(epsilon=8, public_size=400)):
+        plan = model.plan()
+        same = fodp.Plan.calibrated(
+            target_epsilon=8, public_size=400, batch=200, epochs=model.epochs, delta=1e-5,
+            params=dict(auto_ratio=plan.params["auto_ratio"]),
+        )  # fmt: skip
+        assert plan == same
+        ratios.add(plan.params["auto_ratio"])
+    assert len(ratios) == 3
+    large = logistic(public_size=60000, batch=512, epochs=20, delta=None).plan()
+    assert (large.lot_size, large.steps, large.delta) == (512, round(20 * 60000 / 512), 2e-6)
+    with pytest.raises(ConfigurationError, match="batch 500 is more than public_size 400"):
+        logistic(batch=500).plan()
+
+
+def test_another_method_keeps_the_mean_of_the_second_half_unless_told_otherwise():
     inputs, labels = rows()
     usual, same, other = (
-        logistic(random_state=0, params=params).fit(inputs, labels).coef_
+        logistic(random_state=0, method="fo-dp-sgd", params=params).fit(inputs, labels).coef_
         for params in (None, dict(average="tail", average_share=0.5), dict(average="power"))
     )
-    np.testing.assert_allclose(same, usual, atol=1e-5)  # the mean over the last half
+    assert np.array_equal(same, usual)
     assert np.abs(other - usual).max() > 1e-3
 
 
@@ -373,7 +391,7 @@ class TestHouseRules:
             ),
             PrivateRegressor(
                 epsilon=1000, delta=1e-5, public_size=100, target_bounds=(-3, 3), bounds=(-3, 3), epochs=5, hidden=(),
-                lr=2.0, random_state=0,
+                random_state=0,
             ),
         ],
         ids=lambda model: type(model).__name__,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:this is private fit number")
 SECRET = 0.123456789
 ROWS = np.random.default_rng(5).uniform(-1, 1, (12, 3))
 LABELS = (ROWS[:, 0] > 0).astype(int)
-PUBLIC = dict(epsilon=8, delta=1e-5, public_size=12, bounds=(-2, 2), epochs=1, sampling_rate=0.5)
+PUBLIC = dict(epsilon=8, delta=1e-5, public_size=12, bounds=(-2, 2), epochs=1, batch=6)
 
 
 def logistic(**other):

@@ -44,7 +44,7 @@ SIZE = 60
 ROWS = np.random.default_rng(0).uniform(-1, 1, (SIZE, 3))
 LABELS = (ROWS[:, 0] > 0).astype(int)
 HOLES = np.where(ROWS > 0.9, np.nan, ROWS)
-PUBLIC = dict(epsilon=8, delta=1e-5, public_size=SIZE, bounds=(-2, 2), epochs=1, sampling_rate=0.5)
+PUBLIC = dict(epsilon=8, delta=1e-5, public_size=SIZE, bounds=(-2, 2), epochs=1, batch=30)
 
 
 def logistic(**other):

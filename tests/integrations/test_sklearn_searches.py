@@ -37,7 +37,7 @@ SIZE = 60
 ROWS = np.random.default_rng(1).uniform(-1, 1, (SIZE, 3))
 OTHERS = np.random.default_rng(2).uniform(-1, 1, (SIZE, 3))
 LABELS = (ROWS[:, 0] > 0).astype(int)
-PUBLIC = dict(epsilon=8, delta=1e-5, public_size=SIZE, classes=2, bounds=(-2, 2), epochs=1, sampling_rate=0.5)
+PUBLIC = dict(epsilon=8, delta=1e-5, public_size=SIZE, classes=2, bounds=(-2, 2), epochs=1, batch=30)
 
 
 def logistic(**other):

@@ -1,6 +1,7 @@
 """The three estimators: a model, a plan from declared public numbers, and one private fit by `fodp.Trainer`."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from fodp.data.models import cross_entropy
 from fodp.data.schema import Schema, read_schema
 from fodp.errors import ConfigurationError, DataError
 from fodp.ledger import Ledger
+from fodp.options.rate import AUTO
 from fodp.plan import Plan
 from fodp.sklearn import habits, targets
 from fodp.sklearn.inputs import by_schema, checked_rows, declared_bounds, scaled
@@ -27,7 +29,6 @@ from fodp.state.ledgers import refuse_other_ledger
 from fodp.support import checks
 from fodp.support.checks import shown
 from fodp.trainer import Trainer
-from fodp.training.callbacks import WeightAverage
 
 Build = Callable[[int, int], nn.Module]
 PublicSchema = Schema | Mapping[str, Any] | str | Path
@@ -46,45 +47,51 @@ _NO_CLASSES = (
 _NO_TARGET_BOUNDS = (
     "declare target_bounds=(low, high), between which what is predicted lies: targets are clipped to them"
 )
-_LARGEST_LOT = 4096  # expected rows of a lot, unless sampling_rate is given
+_LARGEST_BATCH = 4096  # unless batch is given
 
 
 class _Private(BaseEstimator):  # type: ignore[misc]
     """What the estimators share: every number that a plan takes is declared, none is read off the rows."""
 
     epsilon: float
-    delta: float
+    delta: float | None
     public_size: int | None
     bounds: Any
     schema: PublicSchema | None
     epochs: float
-    sampling_rate: float | None
+    batch: float | None
     clip_norm: float
     lr: float | str
-    method: str
+    method: str | None
     params: Mapping[str, Any] | None
     ledger: Ledger | Callable[[], Ledger] | None
     random_state: int | None
     data_is_public: bool
     allow_private_preprocessing: bool
 
+    _AUTO_RATIO: float
+    """What lr="auto" takes for `auto_ratio`: chosen by `benchmarks/sklearn_rates.py`, on made-up and public data."""
+
     def plan(self) -> Plan:
         """The plan of a fit, and with it ε, δ and the statement, before any data is touched."""
         if self.random_state is not None:
             checks.whole("random_state", self.random_state, minimum=0)
         size = self._declared_size()
-        # Few steps on large lots: with noise for few steps, half of a small set a step beats a tenth.
-        rate = min(0.5, _LARGEST_LOT / size) if self.sampling_rate is None else self.sampling_rate
-        checks.fraction("sampling_rate", rate)
+        params = {"lr": self.lr, **self._named_params()}
+        if self.method is not None and "average" not in params:  # the recipe has its own
+            params |= {"average": "tail", "average_share": 0.5}
+        if params["lr"] == AUTO:
+            params.setdefault("auto_ratio", self._AUTO_RATIO)
         return Plan.calibrated(
             target_epsilon=self.epsilon,
             delta=self.delta,
-            sampling_rate=rate,
-            steps=max(1, round(checks.positive("epochs", self.epochs) / rate)),
-            lot_size=max(1.0, rate * size),
+            public_size=size,
+            # Few steps on large batches: with noise for few steps, half of a small set a step beats a tenth.
+            batch=max(1.0, min(size / 2, _LARGEST_BATCH)) if self.batch is None else self.batch,
+            epochs=self.epochs,
             clip_norm=self.clip_norm,
             method=self.method,
-            params={"lr": self.lr, **self._named_params()},
+            params=params,
             seed=self.random_state,
         )
 
@@ -145,16 +152,13 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             self._say_what_is_unsafe(plan, uncovered)
             if self.schema is None and not uncovered:
                 habits.warn_of_standardised_rows(rows)
-        model, average = self._model(inputs.shape[1], outputs), WeightAverage(tail=0.5)
-        averages = [average] if plan.options.average is None else []  # else the model itself becomes one
-        data = TensorDataset(inputs, goals)
-        trainer = Trainer(model, loss, data, plan, callbacks=averages, ledger=self.ledger)
+        model = self._model(inputs.shape[1], outputs)
+        trainer = Trainer(model, loss, TensorDataset(inputs, goals), plan, ledger=self.ledger)
         habits.remember(numbers, public, charged=self.ledger is not None)
         result = trainer.fit()
         if result.reason == "interrupted":
             raise KeyboardInterrupt(f"the fit was interrupted; its epsilon, {result.epsilon:.3g}, is spent")
-        learnt = copy.deepcopy(model if average.model is None else average.model)
-        self.model_ = learnt.double().eval().requires_grad_(False)  # float64: a row predicts alike in any company
+        self.model_ = copy.deepcopy(model).double().eval().requires_grad_(False)  # float64: alike in any company
         self.plan_, self.n_iter_ = plan, result.steps
         self.epsilon_ = math.inf if public else result.epsilon
         card = trainer.privacy_card()
@@ -235,6 +239,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             )
         return super().__getstate__()
 
+    def __sklearn_tags__(self) -> Any:
+        return dataclasses.replace(super().__sklearn_tags__(), non_deterministic=self.random_state is None)
+
 
 class _PublicScore:
     """Stands before scikit-learn's own `score`."""
@@ -251,20 +258,23 @@ class _PublicScore:
 class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignore[misc]
     """A neural network that learns classes with (ε, δ)-differential privacy.
 
-    Every number of the fit is declared here and public: none may be computed from the rows. Features are clipped to
-    `bounds` (one pair for all, or one for each) or turned into inputs by a public `schema` (a table as a DataFrame), so
-    that no scaler is fitted. Without `random_state` masks and noise come from the operating system. The model that is
-    kept is the average over the second half of the fit, which costs no ε.
+    Guarantee: each `fit` is (ε, δ)-differentially private under adding or removing one row, if every number that is
+    declared here is public: none may be computed from the rows. Several fits on the same rows add up (`ledger`).
+    Features are clipped to `bounds` or read by a public `schema`, so that no scaler is fitted. Without `random_state`
+    masks and noise come from the operating system.
 
     Args:
-        epsilon, delta: what the fit may spend; the noise is calibrated to it.
+        epsilon, delta: what a fit may spend; the noise is calibrated to it. δ is by default 1e-5, or about a tenth of
+            one over the public size where that is less.
         public_size: about how many rows there are, known without counting them; with a schema it may stand there.
         classes: the labels that may occur, or how many (0 to classes - 1).
         bounds: (low, high) of the features, or one pair for each.
         schema: for tables, columns with bounds or values (docs/your-data.md), a dictionary or a .toml or .json file.
         hidden: the sizes of hidden layers; or `model(inputs, outputs)`, which returns a torch.nn.Module.
-        epochs, sampling_rate, clip_norm, lr, method, params: of the plan; the defaults need no tuning. lr may be
-            "auto".
+        epochs, batch: how often each row is drawn, and how many rows a step draws, on average; the batch is by default
+            half of the public size and at most 4096.
+        clip_norm, lr, method, params: of the plan; the defaults need no tuning. Without a method it is the recipe
+            (`fodp.methods.recipe`), as everywhere.
         ledger: a `fodp.Ledger`, or a function that opens one, in which every fit is charged.
         random_state: for research; None for data of real people.
         data_is_public: declares the rows of `fit` public, for searches (GridSearchCV): the fit is the same, nothing is
@@ -272,29 +282,38 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         allow_private_preprocessing: trains behind steps of a pipeline that look at more than one row (StandardScaler,
             PCA); the statement and the card say that they are not covered.
 
+    Attributes after `fit`: `model_`, `classes_`, `plan_`, `epsilon_`, `n_iter_` (steps), `privacy_card_`.
+
+    Raises (by `fit`, before anything is charged):
+        ConfigurationError: a number that is missing or does not fit, a search, a private step in front.
+        DataError: a row or a label that does not fit, named by its number.
+        BudgetError: the ledger's budget has no room for the fit.
+
     Example:
         >>> import numpy as np
         >>> rows = np.random.default_rng(0).uniform(-1, 1, (500, 2))
-        >>> model = PrivateClassifier(epsilon=4, delta=1e-5, public_size=500, classes=2, bounds=(-1, 1))
+        >>> model = PrivateClassifier(epsilon=4, public_size=500, classes=2, bounds=(-1, 1))
         >>> model.fit(rows, rows[:, 0] > 0).predict(rows[:3]).shape
         (3,)
     """
+
+    _AUTO_RATIO = 4.0
 
     def __init__(
         self,
         *,
         epsilon: float,
-        delta: float,
+        delta: float | None = None,
         public_size: int | None = None,
         classes: Any = None,
         bounds: Any = None,
         schema: PublicSchema | None = None,
         hidden: Sequence[int] | Build = (64,),
         epochs: float = 50,
-        sampling_rate: float | None = None,
+        batch: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = 1.0,
-        method: str = "fo-dp-sgd",
+        lr: float | str = "auto",
+        method: str | None = None,
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
@@ -303,7 +322,7 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
     ):
         self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
         self.bounds, self.schema, self.hidden = bounds, schema, hidden
-        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.epochs, self.batch, self.clip_norm, self.lr = epochs, batch, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
         self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
@@ -333,33 +352,38 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         outputs = self._outputs(X)
         return np.asarray(self.classes_[outputs.argmax(axis=1)])
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.non_deterministic = self.random_state is None
-        return tags
-
 
 class PrivateLogisticRegression(PrivateClassifier):
     """Logistic regression with (ε, δ)-differential privacy: `PrivateClassifier` with one layer that begins at zero.
 
-    With few rows or a small ε it is often better than a network, which has more parameters to add noise to. After a fit
-    with `bounds`, `coef_` and `intercept_` are those of the features as they came, within their bounds.
+    With few rows or a small ε it is often better than a network, which has more parameters to add noise to. Guarantee,
+    arguments and refusals are those of `PrivateClassifier`, without `hidden`. After a fit with `bounds`, `coef_` and
+    `intercept_` are those of the features as they came, within their bounds.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = np.random.default_rng(0).uniform(-1, 1, (500, 2))
+        >>> model = PrivateLogisticRegression(epsilon=4, public_size=500, classes=2, bounds=(-1, 1))
+        >>> model.fit(rows, rows[:, 0] > 0).coef_.shape
+        (2, 2)
     """
+
+    _AUTO_RATIO = 6.0
 
     def __init__(
         self,
         *,
         epsilon: float,
-        delta: float,
+        delta: float | None = None,
         public_size: int | None = None,
         classes: Any = None,
         bounds: Any = None,
         schema: PublicSchema | None = None,
         epochs: float = 50,
-        sampling_rate: float | None = None,
+        batch: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = 2.0,
-        method: str = "fo-dp-sgd",
+        lr: float | str = "auto",
+        method: str | None = None,
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
@@ -368,7 +392,7 @@ class PrivateLogisticRegression(PrivateClassifier):
     ):
         self.epsilon, self.delta, self.public_size, self.classes = epsilon, delta, public_size, classes
         self.bounds, self.schema = bounds, schema
-        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.epochs, self.batch, self.clip_norm, self.lr = epochs, batch, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
         self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
@@ -392,25 +416,35 @@ class PrivateLogisticRegression(PrivateClassifier):
 class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[misc]
     """A neural network that learns a number with (ε, δ)-differential privacy.
 
-    As `PrivateClassifier`, with `target_bounds` (low, high) instead of classes: what may be predicted. Targets are
-    clipped to them, and the loss is Huber's, which keeps the gradient of a far-off row short.
+    Guarantee, arguments and refusals are those of `PrivateClassifier`, with `target_bounds` (low, high) instead of
+    classes: what may be predicted. Targets are clipped to them, and the loss is Huber's, which keeps the gradient of a
+    far-off row short.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = np.random.default_rng(0).uniform(-1, 1, (500, 2))
+        >>> model = PrivateRegressor(epsilon=4, public_size=500, target_bounds=(-1, 1), bounds=(-1, 1))
+        >>> model.fit(rows, rows[:, 0]).predict(rows[:3]).shape
+        (3,)
     """
+
+    _AUTO_RATIO = 2.0
 
     def __init__(
         self,
         *,
         epsilon: float,
-        delta: float,
+        delta: float | None = None,
         public_size: int | None = None,
         target_bounds: tuple[float, float] | None = None,
         bounds: Any = None,
         schema: PublicSchema | None = None,
         hidden: Sequence[int] | Build = (64,),
         epochs: float = 50,
-        sampling_rate: float | None = None,
+        batch: float | None = None,
         clip_norm: float = 1.0,
-        lr: float | str = 0.5,
-        method: str = "fo-dp-sgd",
+        lr: float | str = "auto",
+        method: str | None = None,
         params: Mapping[str, Any] | None = None,
         ledger: Ledger | Callable[[], Ledger] | None = None,
         random_state: int | None = None,
@@ -419,7 +453,7 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
     ):
         self.epsilon, self.delta, self.public_size, self.target_bounds = epsilon, delta, public_size, target_bounds
         self.bounds, self.schema, self.hidden = bounds, schema, hidden
-        self.epochs, self.sampling_rate, self.clip_norm, self.lr = epochs, sampling_rate, clip_norm, lr
+        self.epochs, self.batch, self.clip_norm, self.lr = epochs, batch, clip_norm, lr
         self.method, self.params, self.ledger, self.random_state = method, params, ledger, random_state
         self.data_is_public, self.allow_private_preprocessing = data_is_public, allow_private_preprocessing
 
@@ -443,11 +477,6 @@ class PrivateRegressor(_PublicScore, RegressorMixin, _Private):  # type: ignore[
         """A number within the declared bounds for each row."""
         low, high = np.asarray(self.target_bounds, dtype=np.float64)
         return (self._outputs(X)[:, 0].clip(-1, 1) + 1) / 2 * (high - low) + low
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.non_deterministic = self.random_state is None
-        return tags
 
 
 def _refuse_no_target(estimator: _Private, y: Any) -> None:

@@ -4,7 +4,7 @@ What a fit can see is who calls it: a search fits one estimator again and again,
 What it cannot see, such as a scaler that was fitted by hand before, is listed in docs/scikit-learn.md.
 """
 
-import sys
+import inspect
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -172,7 +172,7 @@ def _repeating() -> str | None:
 
 
 def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         yield frame
         frame = frame.f_back
