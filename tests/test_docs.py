@@ -32,7 +32,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-OWN = ("own-method", "layers", "errors", "people", "own-loop", "trainer")
+OWN = ("own-method", "layers", "errors", "people", "own-loop", "trainer", "features")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(f"docs/{name}.md" for name in OWN)])

@@ -44,7 +44,47 @@ ARCHIVES = {
             "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
         ),
     ),
+    "mnist": tuple(
+        Archive(file, f"https://ossci-datasets.s3.amazonaws.com/mnist/{file}", sha256)
+        for file, sha256 in (
+            ("train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+            ("train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+            ("t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+            ("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        )
+    ),
+    "fashion-mnist": tuple(  # under a name of its own each: the official names are those of MNIST's files
+        Archive(f"fashion-{file}", f"http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/{file}", sha256)
+        for file, sha256 in (
+            ("train-images-idx3-ubyte.gz", "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            ("train-labels-idx1-ubyte.gz", "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+            ("t10k-images-idx3-ubyte.gz", "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            ("t10k-labels-idx1-ubyte.gz", "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+        )
+    ),
+    "imdb": (
+        Archive(
+            "aclImdb_v1.tar.gz",
+            "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+            "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+        ),
+    ),
+    "sst2": (
+        Archive(
+            "SST-2.zip",
+            "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip",
+            "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa",
+        ),
+    ),
+    "adult": tuple(
+        Archive(file, f"https://archive.ics.uci.edu/ml/machine-learning-databases/adult/{file}", sha256)
+        for file, sha256 in (
+            ("adult.data", "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d"),
+            ("adult.test", "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05"),
+        )
+    ),
 }
+ARCHIVES["cifar10-full"] = ARCHIVES["cifar10"]
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fodp.data.cards import CARDS, Card, own_card
+from fodp.data.cards import Card, own_card
+from fodp.data.more_cards import known_cards
 from fodp.errors import ConfigurationError, DataError
 from fodp.support.checks import whole
 
@@ -47,7 +48,7 @@ def load(
     download: bool = True,
     progress: bool = True,
 ) -> Splits:
-    """Load `digits`, `cifar10`, `cifar100`, `svhn` or a user's own `.npz`.
+    """Load a data set by name (`digits`, `cifar10`, `mnist`, `imdb`, …: docs/features.md) or a user's own `.npz`.
 
     Args:
         name: a data set's name, or the path of an `.npz` with train_images, train_labels and, to score on,
@@ -70,17 +71,21 @@ def load(
         (1437, 144)
     """
     label = str(name)
-    if label in CARDS:
+    if label in (cards := known_cards()):
         if assume_size is not None or classes is not None:
             raise ConfigurationError(
                 f"{label} has a public card; leave assume_size and classes out (train_size cuts it)"
             )
-        card = CARDS[label]
+        card = cards[label]
         card = replace(
             card,
             train_size=card.train_size if train_size is None else whole("train_size", train_size),
             test_size=card.test_size if test_size is None else whole("test_size", test_size),
         )
+        if card.scale == 1.0:
+            from fodp.data import texts
+
+            return texts.load(card, _files(label, texts.PLAIN[label], data_dir, download=download, progress=progress))
         arrays = _read_named(card, data_dir, download=download, progress=progress)
         return _split(arrays, card, train_stop=card.train_size, flatten=flatten)
     if label.endswith(".npz"):
@@ -92,7 +97,7 @@ def load(
         return _split(arrays, card, train_stop=len(arrays.train_images), flatten=flatten)
     refuse_other_kind(Path(label))
     raise ConfigurationError(
-        f"the data set must be one of {', '.join(CARDS)} or the path of your own .npz file (a table: from_table); got "
+        f"the data set must be one of {', '.join(cards)} or the path of your own .npz file (a table: from_table); got "
         f"{label!r}"
     )
 
@@ -190,25 +195,36 @@ def _read_named(card: Card, data_dir: str | Path | None, *, download: bool, prog
 
 def _find(name: str, data_dir: str | Path | None, *, download: bool, progress: bool) -> "tuple[Arrays, object]":
     """The arrays of a named data set and where they come from: an .npz, official archives, the network."""
-    from fodp.data import archives, digits, npz, official
+    from fodp.data import digits, npz, official
 
     if name == "digits":
         return digits.read(), "digits"
-    folder = _folder(data_dir)
-    paths: list[Path] = []
-    if folder is not None:
-        if (folder / f"{name}.npz").exists():
-            return npz.read(folder / f"{name}.npz"), folder / f"{name}.npz"
-        paths = [folder / archive.file for archive in archives.ARCHIVES[name]]
-    if not paths or not all(path.exists() for path in paths):
-        if not download:
-            files = " and ".join(archive.file for archive in archives.ARCHIVES[name])
-            raise DataError(
-                f"{name} is not in {folder or 'any folder (FODP_DATA is not set)'} and downloading is off; "
-                f"put {name}.npz or {files} into a folder and name it with data_dir, --data-dir or FODP_DATA"
-            )
-        paths = archives.fetch(name, progress=progress)
+    paths = _files(name, (f"{name}.npz",), data_dir, download=download, progress=progress)
+    if paths[0].suffix == ".npz":
+        return npz.read(paths[0]), paths[0]
     return official.read(name, paths), paths[0]
+
+
+def _files(
+    name: str, plain: tuple[str, ...], data_dir: str | Path | None, *, download: bool, progress: bool
+) -> list[Path]:
+    """The files of a data set: plain ones, or the official archives, in the folder; else the archives, downloaded."""
+    from fodp.data import archives
+
+    folder = _folder(data_dir)
+    official = tuple(archive.file for archive in archives.ARCHIVES[name])
+    if folder is not None:
+        for files in (plain, official):
+            paths = [folder / file for file in files]
+            if all(path.exists() for path in paths):
+                return paths
+    if not download:
+        raise DataError(
+            f"{name} is not in {folder or 'any folder (FODP_DATA is not set)'} and downloading is off; put "
+            f"{' and '.join(plain)} or {' and '.join(official)} into a folder and name it with data_dir, --data-dir or "
+            "FODP_DATA"
+        )
+    return archives.fetch(name, progress=progress)
 
 
 def _folder(data_dir: str | Path | None) -> Path | None:
@@ -225,15 +241,7 @@ def _folder(data_dir: str | Path | None) -> Path | None:
 def _split(arrays: "Arrays", card: Card, *, train_stop: int, flatten: bool) -> Splits:
     from fodp.data.arrays import to_dataset
 
-    for asked, option, present in (
-        (train_stop, "train_size", len(arrays.train_images)),
-        (card.test_size, "test_size", len(arrays.test_images)),
-    ):
-        if present < asked:
-            raise DataError(
-                f"{card.name} needs {asked} examples but the file holds {present}; "
-                f"fetch the whole data set or ask for {option}={present} or less"
-            )
+    refuse_short(card, train_stop, len(arrays.train_images), len(arrays.test_images))
     rest = slice(train_stop, train_stop + LARGEST_VALIDATION)
     parts = (
         (arrays.train_images[:train_stop], arrays.train_labels[:train_stop]),
@@ -242,3 +250,13 @@ def _split(arrays: "Arrays", card: Card, *, train_stop: int, flatten: bool) -> S
     )
     train, validation, test = (to_dataset(images, labels, card, flatten=flatten) for images, labels in parts)
     return Splits(card=card, train=train, validation=validation, test=test)
+
+
+def refuse_short(card: Card, train_stop: int, train: int, test: int) -> None:
+    """Raise if there are fewer examples than are asked for."""
+    for asked, option, present in ((train_stop, "train_size", train), (card.test_size, "test_size", test)):
+        if present < asked:
+            raise DataError(
+                f"{card.name} needs {asked} examples but the file holds {present}; "
+                f"fetch the whole data set or ask for {option}={present} or less"
+            )

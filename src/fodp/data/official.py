@@ -1,8 +1,9 @@
-"""CIFAR and SVHN as their authors serve them: pickles in a tar file, and MATLAB files.
+"""CIFAR, SVHN and MNIST as their authors serve them: pickles in a tar file, MATLAB files, and numbers behind a header.
 
-Both formats can harm whoever reads a crafted file, so only the official bytes are read, known by their SHA-256.
+Some of these formats can harm whoever reads a crafted file, so only official bytes are read, known by their SHA-256.
 """
 
+import gzip
 import hashlib
 import io
 import pickle
@@ -25,14 +26,16 @@ _CIFAR = {
 
 
 def read(name: str, paths: list[Path]) -> Arrays:
-    """Read the archives of a data set, in the order of `ARCHIVES`; images become (n, 3, 32, 32)."""
-    contents = [_official(path, archive) for path, archive in zip(paths, ARCHIVES[name], strict=True)]
+    """Read the archives of a data set, in the order of `ARCHIVES`; images become (n, channels, height, width)."""
+    contents = [official_bytes(path, archive) for path, archive in zip(paths, ARCHIVES[name], strict=True)]
     if name == "svhn":
         return Arrays(*_svhn(contents[0]), *_svhn(contents[1]))
-    return _cifar(contents[0], *_CIFAR[name])
+    if name in ("mnist", "fashion-mnist"):
+        return Arrays(*(_idx(content) for content in contents))
+    return _cifar(contents[0], *_CIFAR[name.removesuffix("-full")])
 
 
-def _official(path: Path, archive: Archive) -> bytes:
+def official_bytes(path: Path, archive: Archive) -> bytes:
     """The bytes of a file, which are what its authors published."""
     try:
         content = path.read_bytes()
@@ -70,3 +73,11 @@ def _svhn(content: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
 
     variables = loadmat(io.BytesIO(content))
     return variables["X"].transpose(3, 2, 0, 1), variables["y"].reshape(-1).astype(np.int64) % 10
+
+
+def _idx(content: bytes) -> NDArray[Any]:
+    """Bytes behind a header: two zeros, the type (8: uint8), the number of dimensions, four bytes for each of them."""
+    raw = gzip.decompress(content)
+    sizes = np.frombuffer(raw, ">u4", count=raw[3], offset=4)
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes)
+    return values[:, None] if values.ndim == 3 else values.astype(np.int64)
