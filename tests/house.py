@@ -16,6 +16,10 @@ MOST_ATTRIBUTES, MOST_METHODS, MOST_PARAMETERS, MOST_LINES = 15, 25, 12, 50
 
 # What belongs to others, and has no public name there: the file that may touch it, and why.
 FOREIGN: dict[tuple[str, str], str] = {
+    ("fodp/sources/hooks.py", "_backward_hooks"): "who listens to a parameter's gradient: PyTorch has no public name",
+    ("fodp/sources/hooks.py", "_post_accumulate_grad_hooks"): "the same",
+    ("fodp/support/checks.py", "_getframe"): "whose line a warning is about: `inspect.stack` reads every source file",
+    ("fodp/ranks/leaving.py", "__defaults__"): "PyTorch's functions that keep a process group as a default",
     ("fodp/identity/origins.py", "_indices"): "which rows of its table a data set of Hugging Face's `datasets` shows",
     ("fodp/ledger/sqlite.py", "text_factory"): "how sqlite3's connections are told to decode texts",
 }

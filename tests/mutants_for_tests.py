@@ -22,6 +22,7 @@ import fodp
 from fodp import audit
 from fodp.accounting import Event, Phase
 from fodp.audit import Finding, MakeTrainer, plain_trainer
+from fodp.callbacks import Callbacks
 from fodp.clipping import chunks, engine, self_check
 from fodp.clipping.batches import Keyed, plain
 from fodp.clipping.chunks import Chunks
@@ -425,7 +426,7 @@ def unlooked_at(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Pla
     trainer = plain_trainer(model, balanced if loss_fn is losses else loss_fn, dataset, the_plan)
     engine = trainer.source.engine
     engine._checked = True
-    engine._examine = lambda *_: None
+    engine._examine = lambda batch: None
     return trainer
 
 
@@ -645,7 +646,7 @@ def a_card_with_words_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def doors_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trainer, "_refuse_private_scores", lambda self: None)
+    patch.setattr(Callbacks, "refuse_private_scores", lambda self, dataset: None)
 
 
 def rows_not_compared(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.runs.folder import RunFolder
-from fodp.training.fitting import steps_within
+from fodp.state.fitting import steps_within
 from methods_for_tests import StopAfter, data, network, plan, trainer
 
 PUBLIC = dict(sampling_rate=0.5, steps=4, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)

@@ -25,7 +25,7 @@ from fodp import ConfigurationError
 from fodp.callbacks import Callback, Evaluate
 from fodp.identity.private_data import declare_public, refuse_private
 from fodp.ledger import Ledger
-from fodp.training.scores import accuracy
+from fodp.runs.scores import accuracy
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(300, 5, generator=GENERATOR)

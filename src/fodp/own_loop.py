@@ -18,6 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from fodp.clipping.buffers import KeptState
 from fodp.errors import BudgetError, ConfigurationError, DataError
 from fodp.gradients import HERE
+from fodp.inputs.bad_records import refuse_unlike
+from fodp.inputs.finite import refuse_non_finite
+from fodp.inputs.order import refuse_other_order
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
 from fodp.lots.reading import Collate, Fetcher
@@ -34,14 +37,11 @@ from fodp.sources.trial import refuse_other_sums
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
+from fodp.state.fitting import fitting_optimizer, refuse_plateau
 from fodp.state.ledgers import refuse_other_ledger
 from fodp.support import checks
 from fodp.support.files import refuse_unwritable
 from fodp.support.words import in_our_words
-from fodp.training.bad_records import refuse_unlike
-from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import fitting_optimizer, refuse_plateau
-from fodp.training.order import refuse_other_order
 
 # Modules and optimizers that are private already.
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()

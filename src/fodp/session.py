@@ -88,7 +88,7 @@ class Session:
         self.noise = processes.noise(noise)
         self.rule = plan.options.clip.rule(source.layout.names)
         self.states: dict[str, Any] = started(plan, source, noise, processes)
-        self.witness: Witness | None = None  # of a seeded run that is kept in a ledger
+        self.witness: Witness | None = None
         self._make_step: MakeStep = Step
         self._public_score = public_score
         self._owner, self._ended = Owner(), ""
@@ -154,6 +154,10 @@ class Session:
         if rate is not None and released.shape == (self.source.layout.size,):
             rate.see(released, std)
         return released
+
+    def shown_to(self, witness: Witness | None) -> None:
+        """From now on what steps release is shown to this witness: of a seeded run that is kept in a ledger."""
+        self.witness = witness
 
     def steps_by(self, make_step: MakeStep) -> None:
         """From now on steps are made by this: for audits, whose steps record what they do."""
@@ -277,7 +281,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state. A secure run does not know its groups, if its records take turns, and correlates its
-        noise with none of before: its next step must begin a round (`next_round`)."""
+        noise with none of before: its next step must begin a round (`Lots.next_round`)."""
         before, now = state.get("device", "cpu"), self.source.layout.device.type
         if self.plan.seed is not None and before != now:
             raise LedgerError(
@@ -301,10 +305,6 @@ class Session:
     def go_to(self, number: int) -> None:
         """The next step is this one: for a run that goes on from a checkpoint, or leaves a lot that broke off."""
         self.number = number
-
-    def next_round(self, step: int) -> int:
-        """The first step from this one on that a resumed secure run may take."""
-        return min(self.lots.next_round(step), self.plan.steps)
 
 
 def _refuse_other_seed(plan: Plan, streams: Streams) -> None:

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
@@ -15,35 +14,30 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fodp import accounting
-from fodp.clipping.augmentation import Augment, Augmentation
-from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.remembered import Outside
-from fodp.errors import BudgetError, ConfigurationError, PrivacyError
+from fodp.callbacks import Callback, Callbacks, Metrics
+from fodp.clipping.engine import LossFunction
+from fodp.errors import BudgetError, PrivacyError
 from fodp.identity.private_data import PrivateData
+from fodp.inputs.bad_records import BadRecord, explain_step
+from fodp.inputs.finite import refuse_non_finite
+from fodp.inputs.order import refuse_other_order
+from fodp.inputs.rehearsal import rehearse
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
-from fodp.lots.reading import Collate, Fetcher
 from fodp.plan import Plan
 from fodp.processes import Turn
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
-from fodp.sources.ahead import workers_for
 from fodp.sources.opening import Opening
-from fodp.sources.pull import Pull
+from fodp.sources.pull import Reading, pulled
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
 from fodp.state.course import Course
+from fodp.state.fitting import PLANNED, fitting_optimizer, fitting_scheduler, moves_rate, set_rate, steps_within
 from fodp.state.ledgers import refuse_other_ledger
 from fodp.support import checks
+from fodp.support.signals import orderly_stop
 from fodp.support.words import in_our_words
-from fodp.training.bad_records import BadRecord, explain_step
-from fodp.training.callbacks import Callback, listed_callbacks
-from fodp.training.finite import refuse_non_finite
-from fodp.training.fitting import PLANNED, fitting_optimizer, moves_rate, refuse_plateau, set_rate, steps_within
-from fodp.training.order import refuse_other_order
-from fodp.training.rehearsal import rehearse
-from fodp.training.scores import Metrics
-from fodp.training.signals import orderly_stop
 
 
 @dataclass(frozen=True)
@@ -69,27 +63,18 @@ class Trainer:
     on theirs. `scheduler`, or a function that makes it from the optimizer, steps once per step. Nothing of
     the private data (training loss, lot sizes, norms) is shown or stored anywhere.
 
-    `augment(batch)` with `copies` K trains on K augmented copies per example whose gradients are averaged
-    before clipping; it must treat every row by itself. `owners`, for a plan with unit="person", names for each record
-    whose it is (whole numbers or texts; a list, an array or a tensor). `target_epsilon` stops before the step that
-    would exceed it; `last_step` ends the run after that many of the plan's steps, and ε is then theirs. `ledger` writes
-    spending down before it happens, and refuses what its budget does not allow; a run keeps to one ledger, also when
-    it is resumed. It may be a function that opens the ledger when the first fit asks for it. `run_id` is the name of a
-    new run in the ledger (None: a fresh one); a resumed run keeps the one it began with. `public_score()` is the loss
-    on data declared public, for methods that ask for it (sa-dpsgd). Data of tensors that is not finite is refused
-    before the first step; `allow_non_finite` takes it: an example without a finite gradient counts as zero.
+    `target_epsilon` stops before the step that would exceed it; `last_step` ends the run after that many of the plan's
+    steps, and ε is then theirs. `ledger` writes spending down before it happens, and refuses what its budget does not
+    allow; a run keeps to one ledger, also when it is resumed. It may be a function that opens the ledger when the first
+    fit asks for it. `run_id` is the name of a new run in the ledger (None: a fresh one); a resumed run keeps the one it
+    began with. `public_score()` is the loss on data declared public, for methods that ask for it (sa-dpsgd).
 
-    `collate_fn(records)` makes a batch of a list of records: tensors with the examples first, lists with an item for
-    each example (ragged data, texts), and dicts, lists and tuples of them (also a tokenizer's `BatchEncoding`). It is
-    never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
-    `num_workers` processes read lots ahead while others are trained on (`pin_memory` for an accelerator): the run is
-    the same, bit for bit. Data made of tensors, and methods with several lots in a step, are read without them.
-
-    `public_sample`, for the shape kronecker, is a batch of public records, as loss_fn takes them, by which layers'
-    inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
+    How records are read and put through the model is told by further keywords, which are the fields of
+    `fodp.sources.pull.Reading`: `collate_fn`, `num_workers`, `pin_memory`, `augment`, `copies`, `owners`, `microbatch`,
+    `engine`, `allow_non_finite` and `public_sample`.
     """
 
-    @in_our_words("Trainer")
+    @in_our_words("Trainer", also=Reading)
     def __init__(
         self,
         model: nn.Module,
@@ -100,77 +85,55 @@ class Trainer:
         *,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Iterable[Callback] = (),
-        augment: Augment | None = None,
-        copies: int = 1,
-        owners: Any = None,
         target_epsilon: float | None = None,
         last_step: int | None = None,
-        microbatch: int | None = None,
-        engine: str = "auto",
         ledger: Ledger | Callable[[], Ledger] | None = None,
         run_id: str | None = None,
         public_score: Callable[[], float] | None = None,
-        allow_non_finite: bool = False,
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        public_sample: Any = None,
+        **reading: Any,
     ):
         refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
         refuse_other_ledger(ledger, may_open=True)
-        listed = listed_callbacks(callbacks)
-        self.model, self.plan, self._dataset = model, plan, dataset
+        listed, records = Callbacks(callbacks), Reading(**reading)
         given = {
-            "owners": owners is not None,
-            "no owners": owners is None,
+            "owners": records.owners is not None,
+            "no owners": records.owners is None,
             "no public score": public_score is None,
             "an optimizer of yours": optimizer is not None,
             "a scheduler": scheduler is not None,
         }
         opening = Opening(model, dataset, plan, given)
-        gradients, fetcher = Engine(model, loss_fn, engine), Fetcher(dataset, collate_fn, owners)
-        private = PrivateData(dataset)
-        private.refuse("public_sample", public_sample)
-        private.refuse_reaching("public_score", public_score)
-        options = dict(copies=copies, augment=augment is not None, engine=engine, loss=type(loss_fn).__name__)
-        opening.refuse_unfit(fetcher, owners, **options)
-        copies = checks.whole("copies", copies)
-        microbatch = None if microbatch is None else checks.whole("microbatch", microbatch)
-        workers = workers_for(num_workers, pin_memory)
-        lots, ahead = opening.lots(fetcher, owners, copies, workers, microbatch, pin_memory)
-        self.source = Pull(
-            gradients,
-            fetcher,
-            opening.streams,
-            outside=Outside([augment, collate_fn], model, parts=False),
-            copies=copies,
-            microbatch=microbatch,
-            augmentation=None if augment is None else Augmentation(augment, copies),
-            summed=plan.person_gradient == "sum",
-            ahead=ahead,
-            public_sample=public_sample,
-        )
+        PrivateData(dataset).refuse_reaching("public_score", public_score)
+        self.source, lots = pulled(opening, loss_fn, records)
+        self.model, self._dataset = model, dataset
         self.session = opening.session(self.source, lots, public_score)
         self.optimizer = fitting_optimizer(self.session, optimizer)
-        self.scheduler = _fitting_scheduler(scheduler, self.optimizer)
+        self.scheduler = fitting_scheduler(scheduler, self.optimizer)
         # Of several processes the first one looks, writes and keeps the ledger; all of them train.
-        self.callbacks = listed if self.session.processes.is_first else []
-        self._allow_non_finite = allow_non_finite
+        self.callbacks = listed if self.session.processes.is_first else Callbacks(())
+        self.metrics = Metrics()  # public scores, filled by callbacks
         end = plan.steps if last_step is None else checks.whole("last_step", last_step, maximum=plan.steps)
         end = end if target_epsilon is None else min(end, steps_within(plan, target_epsilon))
         self.course = Course(self.session, dataset, ledger, run_id=run_id, last_step=end)
-        self.steps_per_epoch = max(1, round(1 / plan.sampling_rate))
-        self._compared: list[Callback] = []  # whose public data was compared with the private
-        self.metrics = Metrics()  # public scores, filled by callbacks
-        self._stop = Stop()
         self.between_steps = True  # False while a step is under way: no state worth saving then
         self._refused: str | None = None  # what made a step of this run impossible
+        self._allow_non_finite = records.allow_non_finite
         self._weights = AveragedWeights(self.session)
         self._update = Update(self.session, self.optimizer)
-        self._running: accounting.RunningEpsilon | None = None  # made when ε is first asked for
+        self._fit = Fit(self)
 
     def __repr__(self) -> str:
         return f"<Trainer of {type(self.model).__name__}, step {self.step} of {self.last_step}, {self.plan!r}>"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is carried out."""
+        return self.session.plan
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps an epoch has: 1/q, rounded."""
+        return max(1, round(1 / self.plan.sampling_rate))
 
     @property
     def ledger(self) -> Ledger | None:
@@ -218,9 +181,7 @@ class Trainer:
         A running display: it would be the run's ε if the run had been fixed beforehand to end here. What a run that
         is stopped now guarantees is `stated_epsilon()`.
         """
-        if self._running is None:
-            self._running = accounting.RunningEpsilon(self.plan.events(), self.plan.delta, self.plan.accountant)
-        return self._running.after(self.step, self.course.planned_steps)
+        return self.course.running_epsilon()
 
     def stated_epsilon(self) -> float:
         """The ε to publish if the run ends here, whatever made it end."""
@@ -228,7 +189,7 @@ class Trainer:
 
     def statement(self) -> str:
         """The guarantee of this run in plain English, with the one ε of `stated_epsilon`."""
-        return self.course.statement()
+        return self.plan.statement(steps=self.course.planned_steps, epsilon=self.stated_epsilon())
 
     def privacy_card(self) -> dict[str, Any]:
         """What may be published about this run's privacy if it ends here."""
@@ -249,7 +210,7 @@ class Trainer:
             self._weights.put_back()
             self._train()
             self._weights.put_in()
-            return Result(**json.loads(processes.text(lambda: json.dumps(asdict(self._result())))))
+            return Result(**json.loads(processes.text(lambda: json.dumps(asdict(self._fit.result())))))
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within it the model is the average of its iterates, if the plan has one and it has begun: for scores."""
@@ -257,11 +218,11 @@ class Trainer:
 
     def stop_early(self) -> None:
         """End the fit after the step that is under way; for callbacks that have seen enough on public data."""
-        self._stop.early = True
+        self._fit.stop_early()
 
     def interrupt(self) -> None:
         """End the fit after the step that is under way, as Ctrl-C does; another `fit()` goes on from there."""
-        self._stop.interrupted = True
+        self._fit.interrupt()
 
     def accept_non_finite(self) -> None:
         """From now on take data that is not finite, as with `allow_non_finite=True`: audits plant such records."""
@@ -272,83 +233,33 @@ class Trainer:
             raise PrivacyError(f"this run has ended, make a new Trainer; what it used stays charged: {self._refused}")
         refuse_other_group(self.session.processes)
         self.session.refuse_other_process()
-        self._stop = Stop()
+        self._fit = Fit(self)
         if not self._allow_non_finite:
             refuse_non_finite(self._dataset)
-        self._refuse_private_scores()
+        self.callbacks.refuse_private_scores(self._dataset)
         if self.step == 0:
             rehearse(self.source, self._dataset)
         self.course.fix_the_end()
         if self.course.ledger is not None and self.course.account is None:
             self.source.refuse_wrong_loss()
         self.course.begin()
-        with orderly_stop(self._stop.asked):
+        with orderly_stop(self._fit.asked):
             try:
                 try:
-                    self._call("on_start")
-                    self._take_steps()
+                    self.callbacks.call("on_start", self)
+                    self._fit.take_steps()
                 except KeyboardInterrupt:  # it breaks off at once
                     self.between_steps = False
                     raise
                 finally:
                     self.source.close()
-                    self._stop_callbacks()
+                    if self.session.is_here:  # not in a fork in the middle of a fit: the files are its parent's
+                        self.callbacks.stop(self)
             except Exception:
                 with suppress(Exception):  # what went wrong first is what counts
                     self.course.settle()
                 raise
             self.course.settle()
-
-    def _refuse_private_scores(self) -> None:
-        """Raise if a callback has the data that is trained on, or a copy of it, in its hands."""
-        private = PrivateData(self._dataset)
-        for callback in self.callbacks:
-            if any(callback is known for known in self._compared):
-                continue
-            for public in callback.public_data():
-                private.refuse(type(callback).__name__, public)
-            private.refuse_reaching(type(callback).__name__, callback)
-            self._compared.append(callback)
-
-    def _result(self) -> Result:
-        course, stop = self.course, self._stop
-        if self.step == self.plan.steps:
-            reason = "finished"
-        elif course.out_of_budget:
-            reason = "budget spent"
-        else:
-            stopped = "stopped early" if stop.early and not stop.interrupted else "interrupted"
-            reason = "target reached" if self.step >= self.last_step else stopped
-        epsilon = self.stated_epsilon()
-        if not bool(self.session.parameters().isfinite().all()):
-            raise PrivacyError(
-                "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
-                f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
-            )
-        return Result(reason, self.step, epsilon, self.plan.delta, self.lost_steps, stop.signal)
-
-    def _take_steps(self) -> None:
-        if self.course.jumped_to_the_end:
-            self.course.jumped_to_the_end = False
-            self._call("on_epoch")
-        self.course.end_with_the_budget()
-        while self._goes_on():
-            self.take_step()
-            self._call("on_step")
-            self.course.end_with_the_budget()
-            if self.step % self.steps_per_epoch == 0 or self.step == self.last_step:
-                self._call("on_epoch")
-
-    def _goes_on(self) -> bool:
-        """Whether there is another step to take; all processes decide alike."""
-        course, stop, processes = self.course, self._stop, self.session.processes
-        turn = processes.turn(Turn(self.step, stop.number, stop.early, course.last_step, course.out_of_budget))
-        stop.heed(turn)
-        course.follow(turn)
-        goes_on = self.step < turn.last_step and not (turn.signal or turn.stopped)
-        if self.step % self.steps_per_epoch == 0 or not goes_on:
-            processes.refuse_drift(self.session.parameters)
-        return goes_on
 
     def take_step(self) -> None:
         """One step of a fit: release, update, average. `fit()` takes all of them, and looks before the first."""
@@ -375,8 +286,7 @@ class Trainer:
     def _lose_step(self, begun: int, error: BaseException) -> None:
         """A step broke off, perhaps after its lot was drawn: it stays charged, and nothing of it is used."""
         course = self.course
-        course.lost_steps += self.step - begun
-        course.jumped_to_the_end = self.step >= self.last_step
+        course.lose_steps_since(begun)
         if isinstance(error, PrivacyError) and not isinstance(error, BadRecord):
             self._refused = str(error)
         elif isinstance(error, Exception):
@@ -385,38 +295,6 @@ class Trainer:
                 f"fodp: step {begun + 1} of {self.plan.steps} broke off. {self.step} steps are charged, of which "
                 f"{course.lost_steps} were lost; fit() goes on with the next one"
             )
-
-    def _named_callbacks(self) -> list[tuple[str, Callback]]:
-        """Callbacks by kind and number, so that leaving one out on resuming does not mix up the others."""
-        seen: Counter[str] = Counter()
-        named = []
-        for callback in self.callbacks:
-            kind = type(callback).__name__
-            named.append((f"{kind}.{seen[kind]}", callback))
-            seen[kind] += 1
-        return named
-
-    def _ordered_callbacks(self) -> list[Callback]:
-        return sorted(self.callbacks, key=lambda callback: callback.order)
-
-    def _call(self, moment: str) -> None:
-        for callback in self._ordered_callbacks():
-            getattr(callback, moment)(self)
-        if moment == "on_epoch":
-            self.metrics.new.clear()
-
-    def _stop_callbacks(self) -> None:
-        """Each gets its chance to put things in order, even if one before it fails."""
-        failed: Exception | None = None
-        if not self.session.is_here:
-            return  # a fork in the middle of a fit: the files are its parent's
-        for callback in self._ordered_callbacks():
-            try:
-                callback.on_stop(self)
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, atomically. It holds no private quantity and, in secure mode, no key.
@@ -433,7 +311,7 @@ class Trainer:
                 self.scheduler,
                 self._weights.iterate,
                 metrics=dict(self.metrics),
-                callbacks={name: callback.state_dict() for name, callback in self._named_callbacks()},
+                callbacks=self.callbacks.state_dict(),
             )
             checkpoint.save(Path(path), content, self.course.noted())
 
@@ -455,9 +333,7 @@ class Trainer:
             processes.compare(lambda _: {"the checkpoint": saved["digest"].encode()})
             self._weights.forget()
             checkpoint.restore(saved, self.course, self.model, self.optimizer, self.scheduler)
-            for name, callback in self._named_callbacks():
-                if name in saved["callbacks"]:
-                    callback.load_state_dict(saved["callbacks"][name])
+            self.callbacks.load_state_dict(saved["callbacks"])
             self.metrics.update(saved["metrics"])
             self.metrics.new.clear()
             # Only the first process has the ledger, which knows of steps that were used after the checkpoint.
@@ -495,44 +371,71 @@ class Update:
             optimizer.load_state_dict(before[1])
 
 
-@dataclass
-class Stop:
-    """Whether, and by whom, a fit was asked to end after the step that is under way."""
+class Fit:
+    """One call of `Trainer.fit`: from the step where it begins to where it was asked to end, and by whom."""
 
-    interrupted: bool = False
-    early: bool = False  # by a callback that has seen enough
-    signal: int | None = None  # what interrupted it
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._interrupted = self._early = False  # early: by a callback that has seen enough
+        self._signal: int | None = None  # what interrupted it
+
+    def stop_early(self) -> None:
+        """End after the step that is under way: a callback has seen enough."""
+        self._early = True
+
+    def interrupt(self) -> None:
+        """End after the step that is under way: somebody asked for it."""
+        self._interrupted = True
 
     def asked(self, number: int) -> bool:
         """Note the first signal; False for a second one, which breaks off at once."""
-        if self.interrupted:
+        if self._interrupted:
             return False
-        self.interrupted, self.signal = True, number
+        self._interrupted, self._signal = True, number
         return True
 
-    @property
-    def number(self) -> int:
-        """The signal, -1 for an interrupt without one, 0 for none."""
-        return self.signal or -int(self.interrupted)
+    def take_steps(self) -> None:
+        """All steps that there are to take, with the callbacks after each."""
+        trainer, course = self._trainer, self._trainer.course
+        if course.ended_at_once():
+            trainer.callbacks.call("on_epoch", trainer)
+        course.end_with_the_budget()
+        while self._goes_on():
+            trainer.take_step()
+            trainer.callbacks.call("on_step", trainer)
+            course.end_with_the_budget()
+            if course.step % trainer.steps_per_epoch == 0 or course.step == course.last_step:
+                trainer.callbacks.call("on_epoch", trainer)
 
-    def heed(self, turn: Turn) -> None:
-        """What all processes have agreed on."""
+    def _goes_on(self) -> bool:
+        """Whether there is another step to take; all processes decide alike."""
+        course, session = self._trainer.course, self._trainer.session
+        signal = self._signal or -int(self._interrupted)  # -1: an interrupt without a signal
+        said = Turn(course.step, signal, self._early, course.last_step, course.out_of_budget)
+        turn = session.processes.turn(said)
         if turn.signal:
-            self.interrupted, self.signal = True, turn.signal if turn.signal > 0 else None
-        self.early = turn.stopped
+            self._interrupted, self._signal = True, turn.signal if turn.signal > 0 else None
+        self._early = turn.stopped
+        course.follow(turn)
+        goes_on = course.step < turn.last_step and not (turn.signal or turn.stopped)
+        if course.step % self._trainer.steps_per_epoch == 0 or not goes_on:
+            session.processes.refuse_drift(session.parameters)
+        return goes_on
 
-
-def _fitting_scheduler(
-    scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
-    optimizer: torch.optim.Optimizer,
-) -> LRScheduler | None:
-    """The scheduler, made from the optimizer if it was given as a function."""
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        scheduler = scheduler(optimizer)
-    if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise ConfigurationError(
-            "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
-            "of the optimizer that makes it"
-        )
-    refuse_plateau(scheduler, "step it in a callback with a public score")
-    return scheduler
+    def result(self) -> Result:
+        """How it has ended; refuses weights that are not finite."""
+        course, session = self._trainer.course, self._trainer.session
+        if course.step == course.plan.steps:
+            reason = "finished"
+        elif course.out_of_budget:
+            reason = "budget spent"
+        else:
+            stopped = "stopped early" if self._early and not self._interrupted else "interrupted"
+            reason = "target reached" if course.step >= course.last_step else stopped
+        epsilon = course.stated_epsilon()
+        if not bool(session.parameters().isfinite().all()):
+            raise PrivacyError(
+                "training has diverged: the weights are not finite. Lower the learning rate or look at the data's "
+                f"scale; the epsilon spent, {accounting.rounded_up(epsilon)}, stays spent"
+            )
+        return Result(reason, course.step, epsilon, course.plan.delta, course.lost_steps, self._signal)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import accounting
-from fodp.training.callbacks import Callback, CSVLog
+from fodp.callbacks import Callback, CSVLog
 
 PLANS = {
     "pld": dict(sampling_rate=0.1, steps=400, noise_multiplier=3.3),

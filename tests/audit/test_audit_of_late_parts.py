@@ -14,8 +14,8 @@ from fodp.options import schedule
 from fodp.options.average import RunningAverage
 from fodp.options.transcript import TranscriptScaling
 from fodp.session import Session
+from fodp.state import fitting
 from fodp.step import Step
-from fodp.training import fitting
 from methods_for_tests import let_rate_rules_hear_clean_sums
 from mutants_for_tests import losses, plan, problem
 from sessions_for_tests import measured_by, private_columns

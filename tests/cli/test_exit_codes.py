@@ -11,11 +11,11 @@ import pytest
 
 import fodp
 from fodp.audit.report import Report
+from fodp.callbacks import Callback
 from fodp.cli import methods
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
-from fodp.training.callbacks import Callback
 
 PAGE = Path(__file__).parents[2] / "docs" / "exit-codes.md"
 WORDS = ("--epochs", "2", "--noise-multiplier", "2", "--accountant", "rdp", "--threads", "1", "--quiet")

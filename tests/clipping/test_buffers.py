@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Checkpoint
 from fodp.clipping.buffers import KeptBuffers
 from fodp.own_loop import make_private
 from fodp.state import checkpoint
-from fodp.training.callbacks import Checkpoint
 from sessions_for_tests import session
 
 
@@ -158,11 +158,11 @@ def test_a_change_between_two_steps_is_the_owners_business():
 
 def test_who_is_named():
     net = model("a count")
-    kept = KeptBuffers(net, who="model mine:net")
+    kept = KeptBuffers(net)
     kept.refuse_changes()
     net(torch.zeros(1, 4))
     with pytest.raises(fodp.PrivacyError, match="model mine:net writes into the buffer"):
-        kept.refuse_changes()
+        kept.refuse_changes("model mine:net")
 
 
 class WritesIntoParameters(nn.Module):

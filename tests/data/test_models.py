@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 from fodp.data import CARDS, load
 from fodp.data.models import MODELS, build, cross_entropy, wants_flat
 from fodp.errors import PrivacyError
-from fodp.training.scores import accuracy
+from fodp.runs.scores import accuracy
 
 
 def parameters(model: nn.Module) -> int:

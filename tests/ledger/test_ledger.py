@@ -22,13 +22,13 @@ import fodp
 from fodp.accounting import Event, Phase, epsilon_of, phases_from_data, phases_to_data, rdp_curve
 from fodp.accounting.budget import RenyiBudget, Repetitions
 from fodp.accounting.renyi import ORDERS
+from fodp.callbacks import Callback
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, faults, summary
 from fodp.ledger.database import Database
 from fodp.ledger.fingerprint import fingerprint, secret_file
 from fodp.ledger.rows import DataState, RunState, states_after
-from fodp.training.callbacks import Callback
 from ledgers_for_tests import PHASES, QUICK, STEP, ledger, losses, named, refuse_overspending, spend
 
 

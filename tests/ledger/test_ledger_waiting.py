@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint
 from fodp.ledger import Ledger, sqlite
-from fodp.training.callbacks import Callback, Checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Checkpoint
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
 from fodp.ledger.fingerprint import secret_file
 from fodp.own_loop import make_private
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Checkpoint
 from ledgers_for_tests import QUICK, data, losses, plan
 from sessions_for_tests import session
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fodp
+from fodp.callbacks import Callback
 from fodp.ledger import Ledger, replays
 from fodp.ledger.checking import faults
 from fodp.own_loop import make_private
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
 from ledgers_for_tests import data as tiny_data
 from ledgers_for_tests import losses
 from ledgers_for_tests import plan as tiny_plan

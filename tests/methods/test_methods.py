@@ -30,9 +30,9 @@ from fodp.methods.base import DataclassState
 from fodp.methods.dp_sgd import DPSGD
 from fodp.options import AdamWBC, Fractional, Momentum, Quantile, Sgd
 from fodp.options.table import known_names
+from fodp.runs.scores import accuracy
 from fodp.step import Step
 from fodp.trainer import Trainer
-from fodp.training.scores import accuracy
 from methods_for_tests import (
     StopAfter,
     data,

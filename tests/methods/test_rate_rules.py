@@ -13,8 +13,8 @@ from fodp.clipping.maps import Kronecker, Side, share
 from fodp.methods import METHODS
 from fodp.options import rate_rules
 from fodp.options.rate_rules import WIDEST, FollowedTranscript
+from fodp.state import fitting
 from fodp.step import Step
-from fodp.training import fitting
 from methods_for_tests import delete_one, let_rate_rules_hear_clean_sums, network, plan, trainer, trajectory
 from sessions_for_tests import private_columns
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback
 from fodp.ledger import Ledger
 from fodp.noise import Streams
 from fodp.noise.streams import PAIRS
-from fodp.training.callbacks import Callback
 from sessions_for_tests import session
 from statistics_for_tests import ACCEPT, REJECT, correlation_p, exceedance_p, variance_p, variance_power
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint
 from fodp.ledger import Account, Ledger
-from fodp.training.callbacks import Callback, Checkpoint
 from methods_for_tests import data, flat, losses, network, plan, trainer
 from ranks_for_tests import forked, in_ranks, waited
 

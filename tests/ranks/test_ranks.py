@@ -199,8 +199,8 @@ def test_a_loop_of_ones_own():
 
 
 def test_resuming_with_two_then_three_then_one(tmp_path):
+    from fodp.callbacks import Checkpoint
     from fodp.ledger import Ledger
-    from fodp.training.callbacks import Checkpoint
     from methods_for_tests import StopAfter
 
     the_plan = plan("fo-dp-sgd", dict(quantile=0.5, count_noise=20.0))

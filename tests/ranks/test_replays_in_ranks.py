@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback
 from fodp.ledger import Ledger
-from fodp.training.callbacks import Callback
 from ranks_for_tests import in_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

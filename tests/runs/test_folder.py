@@ -7,11 +7,11 @@ import time
 import pytest
 
 import fodp
+from fodp.callbacks import Callback
 from fodp.cli.main import main
 from fodp.cli.train import _fresh_name
 from fodp.runs.folder import RunFolder
 from fodp.state import checkpoint
-from fodp.training.callbacks import Callback
 
 WORDS = ("--epochs", "2", "--noise-multiplier", "2", "--accountant", "rdp", "--threads", "1", "--quiet")
 

@@ -8,10 +8,10 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp import ConfigurationError
+from fodp.callbacks import Callback, Checkpoint, Evaluate
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback, Checkpoint, Evaluate
 
 KINDS = [dict(average="ema", average_decay=0.8), dict(average="tail", average_share=0.3), dict(average="power")]
 

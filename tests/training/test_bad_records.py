@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from bad_data_for_tests import CLASSES, GOOD, IN_MEMORY, INPUTS, LABELS, READ, WIDTH, WITH_A_LOSS, Rows, labelled
-from fodp.training.bad_records import BadRecord
+from fodp.inputs.bad_records import BadRecord
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint
 from fodp.ledger import Ledger
 from fodp.noise import Streams
 from fodp.state import checkpoint
-from fodp.training.callbacks import Callback, Checkpoint
 
 
 class Flaky(Dataset):

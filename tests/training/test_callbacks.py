@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping, Evaluate, Metrics
+from fodp.runs.scores import squared_error
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping, Evaluate
-from fodp.training.scores import Metrics, squared_error
 
 PLAN = fodp.Plan(
     sampling_rate=0.25, steps=24, lot_size=10, clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, method="dp-sgd",
@@ -97,7 +97,7 @@ def test_tensorboard_writes_a_score_at_its_own_step(tmp_path):
     pytest.importorskip("tensorboard", reason="needs the tensorboard extra: make test-all")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from fodp.training.callbacks import TensorBoard
+    from fodp.callbacks import TensorBoard
 
     trainer(TensorBoard(tmp_path), Scripted(1, None, 3)).fit()
     events = EventAccumulator(str(tmp_path)).Reload()

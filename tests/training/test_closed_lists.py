@@ -20,13 +20,13 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp import audit
 from fodp.accounting import Event, Phase
+from fodp.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.lots.poisson import PoissonSampler
 from fodp.session import Session
 from fodp.state import checkpoint
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Checkpoint, CSVLog, Evaluate, WeightAverage
 
 
 class Each:

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint
 from fodp.ledger import Ledger
 from fodp.own_loop import make_private
 from fodp.step import Step
 from fodp.support.files import Hold
-from fodp.training.callbacks import Callback, Checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),

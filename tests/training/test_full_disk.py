@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
 from fodp.support import files
-from fodp.training.callbacks import Callback, Checkpoint
 
 
 def losses(model, batch):

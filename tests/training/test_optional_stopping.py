@@ -20,13 +20,13 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.accounting import rounded_up
 from fodp.accounting.budget import RenyiBudget
+from fodp.callbacks import Callback, Evaluate
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
 from fodp.runs.export import privacy_card
 from fodp.state.published import stated_epsilon
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback, Evaluate
 
 
 def plan(**changes):
@@ -119,7 +119,7 @@ class TestResult:
         assert other.fit().epsilon == plan().epsilon()
 
     def test_divergence_is_a_stop_too(self, monkeypatch):
-        monkeypatch.setattr("fodp.training.callbacks.accuracy", lambda model, data: (0.5, float("nan")))
+        monkeypatch.setattr("fodp.runs.scores.accuracy", lambda model, data: (0.5, float("nan")))
         with pytest.raises(fodp.PrivacyError, match=re.escape(rounded_up(plan().epsilon()))):
             trainer(callbacks=[Evaluate(data(seed=1))]).fit()
 

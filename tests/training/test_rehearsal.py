@@ -8,8 +8,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import fodp
 import fodp.audit
+from fodp.callbacks import Callback, Evaluate
 from fodp.ledger import Ledger
-from fodp.training.callbacks import Callback, Evaluate
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS[:, 0] > 0).long()
@@ -253,7 +253,7 @@ def test_it_leaves_no_trace():
     model = nn.Sequential(Counting(), nn.Dropout(0.5))
     run = fodp.Trainer(model, losses, Drawing(), plan(seed=1))
     before, generator = [p.clone() for p in model.state_dict().values()], torch.get_rng_state()
-    from fodp.training.rehearsal import rehearse
+    from fodp.inputs.rehearsal import rehearse
 
     rehearse(run.source, Drawing())
     assert all(map(torch.equal, before, model.state_dict().values()))

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint, CSVLog
 from fodp.cli.main import main
 from fodp.ledger import Ledger, replays
 from fodp.ledger.card import faults
 from fodp.noise import Streams
 from fodp.runs.export import export
 from fodp.state import checkpoint
-from fodp.training.callbacks import Callback, Checkpoint, CSVLog
 
 STEPS = 6
 CRASHED, REFUSED, BROKEN = 77, 2, 99

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fodp
+from fodp.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
+from fodp.state.fitting import steps_within
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
-from fodp.training.fitting import steps_within
 
 
 def losses(model, batch):
@@ -91,14 +91,14 @@ def test_a_seeded_run_resumes_bit_for_bit_at_any_step(tmp_path, stop, method, ki
 def test_checkpoints_take_their_share_of_the_time_at_most(tmp_path, monkeypatch, share, saved):
     """An epoch of four steps takes six seconds here, and saving one."""
     clock, steps = [0.0], []
-    monkeypatch.setattr("fodp.training.callbacks.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("fodp.runs.callbacks.time.perf_counter", lambda: clock[0])
 
     class Clock(Callback):
         def on_epoch(self, trainer):
             clock[0] += 6
 
     run = trainer(callbacks=[Clock(), Checkpoint(tmp_path / "c.pt", share=share)])
-    run.steps_per_epoch = 4
+    monkeypatch.setattr(fodp.Trainer, "steps_per_epoch", 4)
     run.save = lambda path: (steps.append(run.step), clock.__setitem__(0, clock[0] + 1))
     run.fit()
     assert steps == saved
@@ -483,7 +483,7 @@ def test_tensorboard_gets_epsilon_and_scores(tmp_path):
     pytest.importorskip("tensorboard", reason="needs the tensorboard extra: make test-all")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from fodp.training.callbacks import TensorBoard
+    from fodp.callbacks import TensorBoard
 
     scored = trainer(callbacks=[Evaluate(data(40, seed=1)), TensorBoard(tmp_path)])
     scored.fit()
@@ -497,7 +497,7 @@ def test_tensorboard_gets_epsilon_and_scores(tmp_path):
 def test_tensorboard_is_optional(tmp_path):
     """Without the package the message names it; with it, scalars are written."""
     code = (
-        "from fodp.training.callbacks import TensorBoard\n"
+        "from fodp.callbacks import TensorBoard\n"
         "import sys\n"
         "sys.modules['tensorboard'] = None\n"
         f"TensorBoard({str(tmp_path)!r})\n"

@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset
 from fodp.audit.bounds import one_run_epsilon
 from fodp.audit.report import LEVEL, Finding, Progress, Refused, refused, silent, stepping
 from fodp.audit.subject import How, MakeTrainer, Pipeline, columns, plain_trainer
+from fodp.callbacks import Callback
 from fodp.clipping.chunks import Chunks
 from fodp.clipping.engine import Engine, LossFunction
 from fodp.gradients import Gradients
 from fodp.plan import Plan
 from fodp.support import checks
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
 
 # What shares of the canaries are guessed to be in and to be out; the best pair counts, and the level is split.
 SHARES = tuple((each, other) for each in (0.02, 0.05, 0.1, 0.25, 0.5) for other in (each, 0.0))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fodp.audit.report import Progress, silent, stepping
+from fodp.callbacks import Callback
 from fodp.plan import Plan
 from fodp.queries import Query
 from fodp.ranks import refuse_group
@@ -19,7 +20,6 @@ from fodp.sampling import Lot
 from fodp.session import Session
 from fodp.step import Step
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def _run(config: str, plan: dict[str, Any], part: tuple[float, str] | None) -> d
 
     from fodp.data.models import build, loss_for
     from fodp.plan import Plan
+    from fodp.runs.scores import accuracy
     from fodp.trainer import Trainer
-    from fodp.training.scores import accuracy
     from fodp.tuning.sealed import finite
 
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def scored_on(splits: "Splits") -> tuple[str, "TensorDataset"]:
 
 def _score(model: Any, splits: "Splits") -> float:
     """More is better."""
-    from fodp.training.scores import accuracy, squared_error
+    from fodp.runs.scores import accuracy, squared_error
 
     public = scored_on(splits)[1]
     return -squared_error(model, public)["loss"] if splits.card.is_regression else accuracy(model, public)[0]

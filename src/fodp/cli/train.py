@@ -22,13 +22,13 @@ from fodp.errors import ConfigurationError, LedgerError, PrivacyError
 from fodp.support import checks
 
 if TYPE_CHECKING:
+    from fodp.callbacks import Callback
     from fodp.data import Splits
     from fodp.ledger import Ledger
     from fodp.plan import Plan
     from fodp.ranks import Processes
     from fodp.runs.folder import RunFolder
     from fodp.trainer import Trainer
-    from fodp.training.callbacks import Callback
 
 EPILOG = """examples:
   fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5
@@ -138,14 +138,14 @@ def _fresh_name() -> Path:
 def _train(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", ranks: "Processes | None") -> int:
     import torch
 
+    from fodp.callbacks import Checkpoint, CSVLog, Progress
     from fodp.cli.rehearsal import rehearse
     from fodp.data.models import build, loss_for, source_code
     from fodp.ranks import ALONE
+    from fodp.runs.scores import accuracy
     from fodp.state.ledgers import seed_mark
     from fodp.support import devices
     from fodp.trainer import Trainer
-    from fodp.training.callbacks import Checkpoint, CSVLog, Progress
-    from fodp.training.scores import accuracy
 
     ranks = ranks or ALONE
     use_threads(options)
@@ -260,8 +260,8 @@ def _augmenting(config: dict[str, Any], splits: "Splits") -> dict[str, Any]:
 
 def _scoring(config: dict[str, Any], splits: "Splits") -> "list[Callback]":
     """Scores on the public test split, where there is one, and an end that depends on them if that was asked for."""
-    from fodp.training.callbacks import EarlyStopping, Evaluate
-    from fodp.training.scores import squared_error
+    from fodp.callbacks import EarlyStopping, Evaluate
+    from fodp.runs.scores import squared_error
 
     checks.whole("--eval-every", config["eval_every"])
     patience = config.get("early_stopping")

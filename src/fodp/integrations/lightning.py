@@ -36,11 +36,11 @@ from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
 from fodp.sources.beside import KeptModule  # noqa: E402
+from fodp.state.fitting import refuse_plateau  # noqa: E402
 from fodp.state.ledgers import refuse_other_ledger  # noqa: E402
 from fodp.state.published import privacy_card, stated_epsilon  # noqa: E402
 from fodp.support import checks  # noqa: E402
 from fodp.support.words import in_our_words  # noqa: E402
-from fodp.training.fitting import refuse_plateau  # noqa: E402
 
 _SHOWN = 100  # values of ε that are worked out for the progress bar, at most
 _FLOAT32 = 1 + 2.0**-22  # Lightning keeps float32, which must not round ε down

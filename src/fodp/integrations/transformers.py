@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fodp.callbacks import Callback
 from fodp.errors import ConfigurationError, LedgerError
 from fodp.identity.private_data import refuse_private
 from fodp.integrations._hugging_face import arguments, card, processes
@@ -29,7 +30,6 @@ from fodp.support.extras import need
 from fodp.support.words import unknown
 from fodp.trainer import Result
 from fodp.trainer import Trainer as Private
-from fodp.training.callbacks import Callback
 
 try:
     from transformers import Trainer, TrainingArguments

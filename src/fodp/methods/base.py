@@ -144,7 +144,7 @@ class Method:
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """A fresh optimizer that makes updates of the releases, as the parameters ask."""
-        # What lr="auto" comes to is known with the model: `fodp.training.fitting` sets it.
+        # What lr="auto" comes to is known with the model: `fodp.state.fitting` sets it.
         lr = self.options.rate.lr
         return self.options.update.optimizer(parameters, lr if isinstance(lr, float | int) else 1.0)
 

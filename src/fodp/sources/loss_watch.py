@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fodp.errors import DataError
+from fodp.inputs.reasons import IGNORED, out_of_range, outside, reason_of, scored
 from fodp.lots.reading import Fetcher
 from fodp.lots.records import tensor_columns
 from fodp.sources.between import enter_below, leave
 from fodp.support.forms import leaves
-from fodp.training.reasons import _IGNORED, out_of_range, outside, reason_of, scored
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
 _MEND = "mend or drop that record"
@@ -66,7 +66,7 @@ class LossWatch(TorchFunctionMode):
         """Whether the whole column that these labels are from could be taken."""
         if self._columns is None or not isinstance(target, Tensor) or target.is_floating_point():
             return
-        ignored = named.get("ignore_index", rest[2] if len(rest) > 2 else _IGNORED)
+        ignored = named.get("ignore_index", rest[2] if len(rest) > 2 else IGNORED)
         for column, part in zip(self._columns, self._leaves(), strict=False):
             if part is target or (part.shape == target.shape and part.data_ptr() == target.data_ptr()):
                 self._done = True  # for all lots
@@ -82,7 +82,7 @@ class LossWatch(TorchFunctionMode):
             return
         rows = len(self._indices)
         if reason == outside(scored(input)) and target.dim() and len(target) == rows:
-            ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else _IGNORED)
+            ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED)
             wrong = out_of_range(target, scored(input), ignored).nonzero()
             self._raise(int(self._indices[int(wrong[0])]), scored(input))
         raise self._refused(DataError(f"the records of the data set have {reason.what}: {reason.remedy}")) from None

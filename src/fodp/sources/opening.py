@@ -29,7 +29,7 @@ class Opening:
 
     def __init__(self, model: nn.Module, dataset: Any, plan: Plan, facts: Mapping[str, bool]):
         refuse_wrapped(model)
-        self.plan, self._model, self._dataset = plan, model, dataset
+        self.plan, self.model, self.dataset = plan, model, dataset
         self.processes = here()
         conflicts.refuse(plan.features, {**facts, "several processes": self.processes.count > 1})
         own = Streams.secure() if plan.seed is None else Streams.seeded(plan.seed)
@@ -37,8 +37,8 @@ class Opening:
 
     def refuse_unfit(self, fetcher: Fetcher, owners: Any, **options: Any) -> None:
         """Raise for processes that do not agree, and warn of equal records."""
-        warn_of_equal_rows(self._dataset, owners)
-        plan, model, dataset = self.plan, self._model, self._dataset
+        warn_of_equal_rows(self.dataset, owners)
+        plan, model, dataset = self.plan, self.model, self.dataset
         self.processes.compare(lambda secret: facts(secret, plan.to_dict(), model, dataset, fetcher, options))
 
     @property

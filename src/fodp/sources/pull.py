@@ -1,31 +1,103 @@
 """The Trainer's source: it reads a lot's records and runs the loss itself."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fodp.clipping import self_check
-from fodp.clipping.augmentation import Augmentation
+from fodp.clipping.augmentation import Augment, Augmentation
 from fodp.clipping.batches import Keyed, Parts, repeat, take
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
-from fodp.clipping.engine import Engine
+from fodp.clipping.engine import Engine, LossFunction
 from fodp.clipping.padding import LOTS_COMPARED, Widths, padded_records, refuse_other_gradient
 from fodp.clipping.remembered import Outside
 from fodp.draws import Source
 from fodp.gradients import Points
+from fodp.identity.private_data import PrivateData
 from fodp.layout import Layout
-from fodp.lots.reading import Fetcher
+from fodp.lots.reading import Collate, Fetcher
 from fodp.noise import Streams
 from fodp.options.made_up import made_up
 from fodp.options.scaling import Kronecker
 from fodp.queries import Factor
-from fodp.sampling import Lot
-from fodp.sources.ahead import Ahead, read
+from fodp.sampling import Lot, Lots
+from fodp.sources.ahead import Ahead, read, workers_for
 from fodp.sources.hooks import Listeners
+from fodp.sources.opening import Opening
+from fodp.support import checks
 from fodp.support.looks import Looks, is_rare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a Trainer reads the records of a lot and puts them through the model; each field is a keyword of `Trainer`.
+
+    Args:
+        owners: for a plan with unit="person", a name for each record that says whose it is (whole numbers or texts; a
+            list, an array or a tensor).
+        collate_fn: makes a batch of a list of records: tensors with the examples first, lists with an item for each
+            example (ragged data, texts), and dicts, lists and tuples of them (also a tokenizer's `BatchEncoding`). It
+            is never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
+        num_workers: processes that read lots ahead while others are trained on: the run is the same, bit for bit. Data
+            made of tensors, and methods with several lots in a step, are read without them.
+        pin_memory: whether workers put batches into memory that an accelerator copies from quickly.
+        augment: a function of a batch that makes each row anew; it must treat every row by itself.
+        copies: how many augmented copies of an example are trained on; their gradients are averaged before clipping.
+        microbatch: the most examples that are in flight at once; None for what fits.
+        engine: "auto", or "loop" for one example at a time.
+        allow_non_finite: takes data of tensors that is not finite, which is else refused before the first step: an
+            example without a finite gradient counts as zero.
+        public_sample: for the scaling kronecker, a batch of public records as loss_fn takes them, by which layers'
+            inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
+    """
+
+    owners: Any = None
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    augment: Augment | None = None
+    copies: int = 1
+    microbatch: int | None = None
+    engine: str = "auto"
+    allow_non_finite: bool = False
+    public_sample: Any = None
+
+
+def pulled(opening: Opening, loss_fn: LossFunction, reading: Reading) -> tuple["Pull", Lots]:
+    """The source of a Trainer, and what draws its lots; refuses what does not fit the plan or the other processes."""
+    model, dataset, plan = opening.model, opening.dataset, opening.plan
+    engine, fetcher = Engine(model, loss_fn, reading.engine), Fetcher(dataset, reading.collate_fn, reading.owners)
+    PrivateData(dataset).refuse("public_sample", reading.public_sample)
+    augment = reading.augment
+    opening.refuse_unfit(
+        fetcher,
+        reading.owners,
+        copies=reading.copies,
+        augment=augment is not None,
+        engine=reading.engine,
+        loss=type(loss_fn).__name__,
+    )
+    copies = checks.whole("copies", reading.copies)
+    microbatch = None if reading.microbatch is None else checks.whole("microbatch", reading.microbatch)
+    workers = workers_for(reading.num_workers, reading.pin_memory)
+    lots, ahead = opening.lots(fetcher, reading.owners, copies, workers, microbatch, reading.pin_memory)
+    source = Pull(
+        engine,
+        fetcher,
+        opening.streams,
+        outside=Outside([augment, reading.collate_fn], model, parts=False),
+        copies=copies,
+        microbatch=microbatch,
+        augmentation=None if augment is None else Augmentation(augment, copies),
+        summed=plan.person_gradient == "sum",
+        ahead=ahead,
+        public_sample=reading.public_sample,
+    )
+    return source, lots
 
 
 class Pull:

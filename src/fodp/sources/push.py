@@ -12,6 +12,7 @@ from fodp.clipping.padding import LOTS_COMPARED, Widths
 from fodp.draws import Source
 from fodp.errors import ConfigurationError, DataError
 from fodp.gradients import HERE, Chunk, ClipRule, Gradients, Points
+from fodp.inputs.bad_records import explain_reading
 from fodp.layout import Layout
 from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
@@ -23,7 +24,6 @@ from fodp.sources.padding import compare_alone
 from fodp.sources.parts import GatheredChunk, LotParts
 from fodp.sources.recorder import TRAINER, Recorder
 from fodp.support.looks import Looks, is_rare
-from fodp.training.bad_records import explain_reading
 
 
 class HeldLots:

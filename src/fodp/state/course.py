@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fodp.accounting import RunningEpsilon
 from fodp.errors import ConfigurationError, DataError, LedgerError
 from fodp.ledger import Account, Ledger
 from fodp.plan import Plan
@@ -34,6 +35,7 @@ class Course:
         self.lost_steps = 0
         self.account: Account | None = None  # opened by the first fit, or by resuming
         self.jumped_to_the_end = self.out_of_budget = False
+        self._running: RunningEpsilon | None = None  # made when ε is first asked for
         self._dataset, self._ledger = dataset, ledger if session.processes.is_first else None
 
     @property
@@ -76,7 +78,7 @@ class Course:
 
     def watch(self) -> None:
         """Show the releases of a seeded run to its ledger from here on; all processes must call it."""
-        self.session.witness = witness_of(self.session, self.account)
+        self.session.shown_to(witness_of(self.session, self.account))
 
     def fix_the_end(self) -> None:
         """Note where the run is to end; an end that is moved after it began may have been moved for what was seen."""
@@ -109,6 +111,16 @@ class Course:
         )
         self.session.go_to(step)
 
+    def lose_steps_since(self, step: int) -> None:
+        """What was used from this step on broke off: it stays charged, and nothing of it was applied."""
+        self.lost_steps += self.step - step
+        self.jumped_to_the_end = self.step >= self.last_step
+
+    def ended_at_once(self) -> bool:
+        """Whether lost steps were the last ones, so that there is nothing left to take; True once."""
+        ended, self.jumped_to_the_end = self.jumped_to_the_end, False
+        return ended
+
     def settle(self) -> None:
         """Give back what was reserved and not used."""
         if self.account is not None:
@@ -124,21 +136,22 @@ class Course:
         """How many steps count as used; a seeded run may be repeating some of them."""
         return self.step if self.account is None else max(self.step, self.account.charged)
 
+    def running_epsilon(self) -> float:
+        """ε of the steps taken so far, as a display: an upper bound that is at most 2% above it."""
+        plan = self.plan
+        if self._running is None:
+            self._running = RunningEpsilon(plan.events(), plan.delta, plan.accountant)
+        return self._running.after(self.step, self.planned_steps)
+
     def stated_epsilon(self) -> float:
         """The ε to publish if the run ends here, whatever made it end: see `fodp.state.published.stated_epsilon`."""
-        return stated_epsilon(self.plan, self.charged, self.planned_steps, self._budget)
-
-    def statement(self) -> str:
-        """The guarantee of this run in plain English, with the one ε of `stated_epsilon`."""
-        return self.plan.statement(steps=self.planned_steps, epsilon=self.stated_epsilon())
+        budget = None if self.account is None else self.account.budget
+        return stated_epsilon(self.plan, self.charged, self.planned_steps, budget)
 
     def privacy_card(self) -> dict[str, Any]:
         """What may be published about this run's privacy if it ends here."""
-        return privacy_card(self.plan, self.charged, self.planned_steps, self._budget)
-
-    @property
-    def _budget(self) -> Any:
-        return None if self.account is None else self.account.budget
+        budget = None if self.account is None else self.account.budget
+        return privacy_card(self.plan, self.charged, self.planned_steps, budget)
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
@@ -192,7 +205,7 @@ class Course:
         """
         first = self.step
         used = max(account.charged, first)
-        used = max(used, min(self.session.next_round(used), self.last_step))
+        used = max(used, min(self.session.lots.next_round(used), self.last_step))
         if used <= first or (self.plan.seed is not None and account.repeats(first)):
             return
         if self.plan.seed is not None:

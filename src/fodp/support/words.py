@@ -91,11 +91,22 @@ def unknown(door: str, word: str, known: Collection[str], *, has_plan: bool = Tr
     return f"{no}: {f'give the plan it, Plan({field}=…)' if field in FIELDS else f'of the plan it is {field}'}"
 
 
-def in_our_words(door: str, *, has_plan: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse arguments that a function does not have, all in one message, which says what others' words are here."""
+def in_our_words(
+    door: str, *, has_plan: bool = True, also: type | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuse arguments that a function does not have, all in one message, which says what others' words are here.
+
+    `also`: a dataclass whose fields the function takes as further keywords; its signature shows them.
+    """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        known = tuple(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
+        if also is not None:
+            own = [one for one in signature.parameters.values() if one.kind != inspect.Parameter.VAR_KEYWORD]
+            more = inspect.signature(also).parameters.values()
+            own += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in more]
+            signature = signature.replace(parameters=own)
+        known = tuple(signature.parameters)
 
         @wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> R:
@@ -104,6 +115,8 @@ def in_our_words(door: str, *, has_plan: bool = True) -> Callable[[Callable[P, R
                 raise ConfigurationError(listed([unknown(door, word, known, has_plan=has_plan) for word in foreign]))
             return function(*args, **named)
 
+        if also is not None:
+            checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
 
     return decorated

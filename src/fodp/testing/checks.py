@@ -19,8 +19,8 @@ from fodp.errors import PrivacyError
 from fodp.methods import METHODS
 from fodp.options.table import known_names
 from fodp.plan import Plan
+from fodp.runs.scores import accuracy
 from fodp.testing.problem import StopAfter, data, delete_one, flat, highest_rate, network, path, plan, record, trainer
-from fodp.training.scores import accuracy
 
 # Adaptive clipping, a filter and another update at once: every method composes with them.
 PARTS: Mapping[str, Any] = dict(

@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 from fodp.audit import tape
 from fodp.audit.replay import differences
 from fodp.audit.tape import Tape
+from fodp.callbacks import Callback
 from fodp.errors import PrivacyError
 from fodp.methods import METHODS
 from fodp.plan import Plan
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
 
 SIZE = 24  # examples
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from fodp.callbacks import Callback
 from fodp.cli._malloc import keep_freed_memory
 from fodp.data import Splits
 from fodp.data.models import cross_entropy
 from fodp.identity.private_data import declare_public
 from fodp.lots.poisson import PoissonSampler
 from fodp.noise import Streams
+from fodp.runs.scores import accuracy
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
-from fodp.training.scores import accuracy
 from fodp_lab.paper import models
 from fodp_lab.paper.code_version import code_of
 from fodp_lab.paper.spec import NON_PRIVATE, RunSpec, recorded

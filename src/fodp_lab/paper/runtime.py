@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import fodp
+from fodp.callbacks import Callback
 from fodp.data.models import build
 from fodp.trainer import Trainer
-from fodp.training.callbacks import Callback
 from fodp_lab.paper.catalog import METHODS
 from fodp_lab.paper.execute import Curve, make_trainer, splits_for
 from fodp_lab.paper.records import Records, alone

@@ -83,11 +83,16 @@ class Ragged:
         self.parts, self.count = [(owners.to(device, non_blocking=True), use) for owners, use in parts], count
         self.slack: Tensor | None = None
 
-    def hold_exactly(self) -> None:
-        """Hold gradients in float64, see `Outer`."""
+    @property
+    def exact(self) -> bool:
+        """Whether gradients that are held are float64, see `Outer`."""
+        return all(use.exact for _, use in self.parts if isinstance(use, Outer))
+
+    @exact.setter
+    def exact(self, wanted: bool) -> None:
         for _, use in self.parts:
             if isinstance(use, Outer):
-                use.hold_exactly()
+                use.exact = wanted
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per owner."""

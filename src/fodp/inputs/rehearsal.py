@@ -8,8 +8,8 @@ from fodp.clipping.batches import repeat, tensors
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.errors import DataError, PrivacyError
-from fodp.training.bad_records import explain, refuse_unlike
-from fodp.training.columns import whole_numbers
+from fodp.inputs.bad_records import explain, refuse_unlike
+from fodp.inputs.columns import whole_numbers
 
 if TYPE_CHECKING:
     from fodp.sources.pull import Pull

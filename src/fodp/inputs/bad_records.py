@@ -15,9 +15,9 @@ from fodp.clipping.batches import repeat
 from fodp.draws import generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.errors import DataError, PrivacyError
+from fodp.inputs.reasons import Reason, reason_of
 from fodp.lots.reading import Fetcher
 from fodp.lots.records import tensor_columns
-from fodp.training.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
     from fodp.sources.pull import Pull

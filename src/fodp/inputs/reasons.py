@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IGNORED = -100  # PyTorch's own default
+IGNORED = -100  # PyTorch's own default
 _WHOLE = (torch.int64, torch.uint8)  # as class numbers
 
 
@@ -56,7 +56,7 @@ def outside(count: int) -> Reason:
 
 
 def _classes(
-    input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = _IGNORED,
+    input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = IGNORED,
     *_: Any, **__: Any,
 ) -> Reason | None:  # fmt: skip
     if not isinstance(target, Tensor):

@@ -1,6 +1,7 @@
 """What fits a plan: the optimizer it may drive, and the steps that a target ε allows."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,21 @@ def fitting_optimizer(session: Session, optimizer: torch.optim.Optimizer | None)
         ]
         raise ConfigurationError(f"the optimizer lacks the trainable parameter {missing[0]}: add it or freeze it")
     return optimizer
+
+
+def fitting_scheduler(
+    scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
+    """The scheduler, made from the optimizer if it was given as a function."""
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise ConfigurationError(
+            "the scheduler drives another optimizer: build it on the one given to the Trainer, or give a function "
+            "of the optimizer that makes it"
+        )
+    refuse_plateau(scheduler, "step it in a callback with a public score")
+    return scheduler
 
 
 def refuse_plateau(scheduler: Any, otherwise: str) -> None:

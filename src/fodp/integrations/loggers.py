@@ -1,12 +1,12 @@
-"""Weights & Biases and MLflow as callbacks: they are given ε, public scores and the plan's public numbers, no more."""
+"""TensorBoard, Weights & Biases and MLflow as callbacks: they get ε, public scores and the public numbers of a plan."""
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fodp.callbacks import Callback
 from fodp.ledger.store import whole_minutes
 from fodp.support.extras import need
-from fodp.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from fodp.trainer import Trainer
@@ -22,6 +22,30 @@ def _new_scores(trainer: "Trainer") -> dict[str, float]:
     """ε of the steps so far, and every public score that is new."""
     scores = {name: score for name, score in trainer.metrics.items() if name in trainer.metrics.new}
     return {"epsilon": trainer.epsilon(), **scores}
+
+
+class TensorBoard(Callback):
+    """The ε of the steps so far and every new public score, at the step it belongs to (needs the extra `tensorboard`).
+
+    Times are whole minutes, as in all files of a run: more exact ones tell how large the lots were.
+    """
+
+    order = 1
+
+    def __init__(self, folder: str | Path):
+        need("tensorboard", "the callback TensorBoard", extra="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def on_epoch(self, trainer: "Trainer") -> None:
+        """Write the scalars of this epoch."""
+        for name, value in _new_scores(trainer).items():
+            self._writer.add_scalar(name, value, trainer.step, walltime=whole_minutes())
+
+    def on_stop(self, trainer: "Trainer") -> None:
+        """Flush to disk."""
+        self._writer.flush()
 
 
 class WandB(Callback):
