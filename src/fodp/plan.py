@@ -453,4 +453,3 @@ def warn_of_little_privacy(plan: Plan, target_epsilon: float | None = None) -> N
     """Warn about a plan's odd numbers, in the line of the user who made it."""
     for sentence in [*odd_delta(plan), *odd_strength(plan, target_epsilon)]:
         checks.warn(sentence)
-

@@ -788,6 +788,23 @@ class TestCommandLine:
         assert "add --" in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
 
+    def test_as_many_more_runs_like_the_last_fit_as_are_told(self, capsys, tmp_path):
+        book = named(tmp_path)
+        assert book.more_like_the_last("people") is None  # there is no last one
+        spend(book, "small", 1)
+        spend(book, "large", 20)
+        more = book.more_like_the_last("people")
+        assert main(["ledger", "show", str(tmp_path / "l.sqlite")]) == 0
+        assert f"left, room for {more} more like the last" in " ".join(capsys.readouterr().out.split())
+        for number in range(more):
+            spend(book, f"run {number}", 20)
+        assert more > 1
+        assert book.more_like_the_last("people") == 0
+        with pytest.raises(fodp.BudgetError):
+            book.open("one too many", PHASES, 20)
+        spend(ledger(tmp_path, dataset="unlimited"), "a", 5)
+        assert book.more_like_the_last("unlimited") is None
+
     def test_show_leafs_through_many_runs(self, capsys, tmp_path):
         book = named(tmp_path)
         for number in range(30):

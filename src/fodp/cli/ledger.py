@@ -264,7 +264,8 @@ def _summary(record: dict[str, Any]) -> str:
         return f"{text}, no budget"
     granted = f"({rounded_up(budget['epsilon'], 6)}, {rounded_up(budget['delta'], 6)})"
     held = f", {budget['held']:.1%} held by runs that have not ended" if budget["held"] > 1e-9 else ""
-    return f"{text}, budget {granted}: {budget['spent']:.1%} spent{held}, {budget['left']:.1%} left"
+    more = "" if record["more_runs"] is None else f", room for {record['more_runs']} more like the last"
+    return f"{text}, budget {granted}: {budget['spent']:.1%} spent{held}, {budget['left']:.1%} left{more}"
 
 
 def _share(row: dict[str, Any]) -> str:

@@ -26,8 +26,12 @@ from fodp.identity.row_samples import Marks, marks_of
 from fodp.support import checks
 from fodp.support.forms import leaves
 
-_SAY_SO = "fodp.identity.private_data.declare_public(data), or --shared-rows-are-public"
 HOLD_OUT = "hold rows out before training (torch.utils.data.random_split, train_test_split) and give those"
+_WHY = f"what is computed from public data gets no noise: {HOLD_OUT}"
+_SAY_SO = (
+    "If these rows are public all the same, say so: fodp.identity.private_data.declare_public(data), or "
+    "--shared-rows-are-public"
+)
 
 _COPY, _SOME = 0.5, 0.02  # of the public rows are private ones: it is a copy; it is worth a warning
 _CANNOT_TELL = 0.5  # of the private rows have an equal one among themselves
@@ -88,19 +92,15 @@ class PrivateData:
             if part is self._data or self._are_private(part).any():
                 raise ConfigurationError(
                     f"{door}: this is the training data itself (its records, or memory shared with them), which is "
-                    f"private, and what is computed from public data gets no noise: {HOLD_OUT}"
+                    f"private, and {_WHY}"
                 )
             share = 0.0 if _is_declared(public) or _is_declared(part) else self._share(part)
+            many = "most" if share >= _COPY else "some"
+            told = f"{door}: {many} of these rows are in the training data too, and {_WHY}. {_SAY_SO}"
             if share >= _COPY:
-                raise ConfigurationError(
-                    f"{door}: most of these rows are in the training data too, and what is computed from public data "
-                    f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
-                )
+                raise ConfigurationError(told)
             if share >= _SOME:
-                checks.warn(
-                    f"{door}: some of these rows are in the training data too, and what is computed from public data "
-                    f"gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
-                )
+                checks.warn(told)
 
     def refuse_reaching(self, door: str, thing: Any) -> None:
         """Raise if a function, or an object by its attributes, has data in its hands all of which is private.
@@ -112,8 +112,7 @@ class PrivateData:
         for value in _reached(thing, _DEEPEST):
             if value is self._data or (_is_data(value) and (self._holds_all_of(value) or self._is_copy(value))):
                 raise ConfigurationError(
-                    f"{door} has the training data in its hands, which is private, and what is computed from public "
-                    f"data gets no noise: {HOLD_OUT}. If these rows are public all the same, say so: {_SAY_SO}"
+                    f"{door} has the training data in its hands, which is private, and {_WHY}. {_SAY_SO}"
                 )
 
     def _are_private(self, public: Any) -> npt.NDArray[np.bool_]:

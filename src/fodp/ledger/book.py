@@ -32,17 +32,36 @@ DATASETS = 20  # that are looked at unless all are asked for
 
 
 class Ledger:
-    """The spending of many runs in one SQLite file, or on a server (`postgresql://…`), that is only ever added to.
+    """The spending of many runs in one SQLite file, or on a server, that is only ever added to.
 
-    Every step's event is in the file before its release is used; a crash can only over-count. `dataset` is your
-    name for the data; runs under one name share its `budget` (ε, δ), which is fixed by the first run that names
-    one and refuses, by a Rényi filter, what would exceed it. Processes on one file cannot overspend together.
-    Unnamed runs are written down, each for itself. Where data under a name no longer is what it was on this
-    machine, runs stop unless `allow_changed_data`; where it is in the ledger under another name, whose budget it
-    would escape, they stop unless `allow_other_name`.
+    Guarantee: everything released from data under a name with a budget is (ε, δ)-differentially private together,
+    whatever was run, and however runs were chosen after seeing earlier ones. A Rényi filter refuses what would exceed
+    the budget. Every step's event is in the file before its release is used, so a crash can only over-count, and
+    processes on one file cannot overspend together.
 
-    A new run holds what its whole plan costs until it ends, so that runs do not starve each other; one that does not
-    fit is refused, or waits up to `wait` seconds if what others hold but have not used would do.
+    A new run holds what its whole plan costs until it ends, so that runs do not starve each other.
+
+    Args:
+        path: the file, or the address of a PostgreSQL database (`postgresql://…`).
+        dataset: your name for the data. Runs without a name are written down, each for itself.
+        budget: (ε, δ) of the data under this name. The first run that names one fixes it.
+        allow_changed_data: go on where the data under the name is not what it was on this machine.
+        allow_other_name: go on where the data is in the ledger under another name, whose budget it would escape.
+        create: make the file if there is none.
+        verify: refuse a ledger with damaged rows; False opens it all the same, to say what is wrong with it.
+        older: open a ledger that is older than the mark beside it knows, to accept that.
+        wait: seconds to wait for room, if what other runs hold and have not used would do.
+
+    Raises:
+        LedgerError: a file that is damaged, gone, older than known or no ledger.
+        BudgetError: (when a run begins) another budget than the one that was fixed, or no room for the run.
+        ConfigurationError: a budget without a name, or one that is no pair.
+
+    Example:
+        >>> import fodp, tempfile
+        >>> ledger = fodp.Ledger(tempfile.mkdtemp() + "/people.sqlite", dataset="people", budget=(3, 1e-5))
+        >>> ledger.left("people")
+        1.0
     """
 
     def __init__(
@@ -133,6 +152,17 @@ class Ledger:
             self.known(dataset)
         wanted = dataset == self.dataset and self._wanted is not None
         return 1.0 if wanted and not state.runs else math.inf  # its first run fixes the budget
+
+    def more_like_the_last(self, dataset: str) -> int | None:
+        """How many more runs (or selections) like the newest one fit into what is left; None if nothing limits them.
+
+        There is no "ε left": a filter promises the ε of the whole budget, not one of the part that was spent.
+        """
+        with self.store.reading():
+            budget, newest = self.budget(dataset), self.store.begun(dataset, 1)
+            left = 0.0 if budget is None else budget.capacity - self.store.of_data(dataset).taken
+        cost = next((e.rdp if e.kind == "selection" else e.data.get("hold") for e in newest), None)
+        return None if budget is None or not cost else max(0, int(left / cost))
 
     def known(self, dataset: str) -> DataState:
         """What the rows of a data set come to; LedgerError where there are none."""

@@ -53,7 +53,8 @@ def overview(ledger: Ledger, dataset: str | None = None, page: int | None = 1) -
         begun, unit = store.begun(name, *shown), ledger.unit(name) or "record"
         record = _record(name, unit, ledger.budget(name), state, begun, lambda e: store.entry(store.of_run(e.run).used))
         pages = max(1, math.ceil(state.runs / ON_A_PAGE))
-        records.append({**record, "run_count": state.runs, "page": page, "pages": pages})
+        more = ledger.more_like_the_last(name)
+        records.append({**record, "run_count": state.runs, "more_runs": more, "page": page, "pages": pages})
     return records
 
 
