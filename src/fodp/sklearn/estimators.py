@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from fodp.callbacks import WeightAverage
 from fodp.data.models import cross_entropy
 from fodp.data.schema import Schema, read_schema
 from fodp.errors import ConfigurationError, DataError
