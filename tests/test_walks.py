@@ -18,12 +18,13 @@ def test_a_station_is_a_room_that_is_entered_from_the_core():
     core, engine, other, method = (
         walks.ROOT + name for name in ("step.py", "noise/streams.py", "draws/source.py", "methods/dp_sgd.py")
     )
-    assert walks.is_station(engine, core) and walks.is_station(engine, None) and walks.is_station(engine, method)
+    assert walks.is_station(engine, core)
+    assert walks.is_station(engine, None)
+    assert walks.is_station(engine, method)
     assert walks.is_station(core, engine)
     assert not walks.is_station(other, engine), "an engine behind another one's protocol"
-    assert not walks.is_station(walks.ROOT + "queries.py", core) and not walks.is_station(
-        walks.ROOT + "support/checks.py", core
-    )
+    assert not walks.is_station(walks.ROOT + "queries.py", core)
+    assert not walks.is_station(walks.ROOT + "support/checks.py", core)
 
 
 def test_an_engine_that_the_core_enters_for_nothing_is_seen(monkeypatch):

@@ -1,6 +1,7 @@
 """Counts the stations of four walks through the library by tracing them, not by a list:  python tests/walks.py
 
-A walk enters functions of fodp. A *station* is a room that a reader of the core must know of to follow the walk, counted
+A walk enters functions of fodp. A *station* is a room that a reader of the core
+must know of to follow the walk, counted
 once, in the order of first entry:
 
 * a file of the core (directly in `src/fodp`), whoever calls it;
