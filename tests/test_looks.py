@@ -157,7 +157,7 @@ def test_a_loop_of_ones_own_is_looked_at_in_its_first_two_steps(microbatch, monk
     look = fodp.sources.recorder.Recorder._look
 
     def noted(self, *args):
-        seen.append(self.step)
+        seen.append(self.looks.step)
         return look(self, *args)
 
     monkeypatch.setattr(fodp.sources.recorder.Recorder, "_look", noted)

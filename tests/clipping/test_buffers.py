@@ -158,11 +158,11 @@ def test_a_change_between_two_steps_is_the_owners_business():
 
 def test_who_is_named():
     net = model("a count")
-    kept = KeptBuffers(net)
+    kept = KeptBuffers(net, who="model mine:net")
     kept.refuse_changes()
     net(torch.zeros(1, 4))
     with pytest.raises(fodp.PrivacyError, match="model mine:net writes into the buffer"):
-        kept.refuse_changes("model mine:net")
+        kept.refuse_changes()
 
 
 class WritesIntoParameters(nn.Module):

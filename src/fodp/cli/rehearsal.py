@@ -25,7 +25,7 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
     shape = (card.features,) if wants_flat(name) else card.shape
     labels = torch.zeros(2) if card.is_regression else torch.full((2,), card.classes - 1)
     ramp = torch.linspace(-0.5, 1, 2 * card.features).reshape(2, *shape)
-    finite, buffers = [], KeptBuffers(model, tuple(model.parameters()))
+    finite, buffers = [], KeptBuffers(model, tuple(model.parameters()), who=f"model {name}")
     with torch.random.fork_rng(devices=[]):
         for images in (ramp, torch.zeros_like(ramp)):
             torch.default_generator.manual_seed(0)  # the same dropout for both
@@ -40,7 +40,7 @@ def rehearse(name: str, model: nn.Module, card: Card) -> None:
             if losses.shape != (2,):
                 raise ConfigurationError(f"model {name} must return one row of {card.classes} scores for each example")
             finite.append(bool(losses.isfinite().all()))
-            buffers.refuse_changes(f"model {name}")
+            buffers.refuse_changes()
     if not any(finite):
         raise ConfigurationError(f"model {name} gives losses that are not finite; look at its initial weights")
 

@@ -109,7 +109,7 @@ class Augmentation:
         return True
 
     def _go_alone(self, reason: str) -> None:
-        self._site.alone = True
+        self._site.take_alone()
         checks.warn(
             f"augment is given one record at a time, which is slow: {reason}. It should treat every row by itself, in "
             "the order given, and draw for a whole lot at once (torch.rand(len(rows)), not a loop over rows)"

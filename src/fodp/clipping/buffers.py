@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fodp.clipping.reach import modules_of as modules_of
 from fodp.clipping.remembered import KeptOutside, Outside
 from fodp.errors import PrivacyError
+from fodp.support.torch_internals import has_buffers, own_buffers, versions
 
 
 class KeptBuffers:
@@ -16,35 +17,42 @@ class KeptBuffers:
 
     Any change is refused, not only one that looks like a statistic: even a count of passes tells how many examples
     were drawn. `parameters` are watched too, but only for being written to in place: comparing them would cost.
-    `alone` leaves out its parts.
+    `alone` leaves out its parts; `who` is what messages call the model.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor] = (), alone: bool = False):
-        self._model, self._alone = model, alone
-        self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in _buffers(model, alone).items()}
-        self._versions = [(parameter, parameter._version) for parameter in parameters]
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[Tensor] = (), alone: bool = False, who: str = "the model"
+    ):
+        self._model, self._alone, self._who = model, alone, who
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        if has_buffers(model):
+            self._before = {name: (buffer, buffer.detach().clone()) for name, buffer in self._now().items()}
+        self._parameters, self._versions = parameters, versions(parameters) if parameters else []
 
-    def refuse_changes(self, who: str = "the model") -> None:
+    def refuse_changes(self) -> None:
         """Put back whatever has changed, and raise if anything has."""
-        self._refuse_written_parameters(who)
+        if self._parameters and versions(self._parameters) != self._versions:
+            raise self._written_parameter()
         changed = self.restore()
         if changed:
             raise PrivacyError(
-                f"{who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count of "
-                "passes), and buffers leave with the model while no noise protects them: leave that out, freeze that "
-                "part in evaluation mode, or fill a cache before training on made-up data"
+                f"{self._who} writes into the buffer {changed[0]} when it sees examples (their statistics, or a count "
+                "of passes), and buffers leave with the model while no noise protects them: leave that out, freeze "
+                "that part in evaluation mode, or fill a cache before training on made-up data"
             )
 
     def restore(self) -> list[str]:
         """Put back whatever has changed; returns its names."""
-        now = _buffers(self._model, self._alone)
+        if not self._before and not has_buffers(self._model):
+            return []
+        now = self._now()
         kept = [name for name in self._before if name in now]
         same = dict(zip(kept, _all_same([(now[name], self._before[name][1]) for name in kept]), strict=True))
         changed = [name for name in self._before if not same.get(name, False)]
         changed += [name for name in now if name not in self._before]
         for name in changed:
             path, _, key = name.rpartition(".")
-            buffers = self._model.get_submodule(path)._buffers
+            buffers = own_buffers(self._model.get_submodule(path))
             if name not in self._before:
                 del buffers[key]
                 continue
@@ -54,29 +62,31 @@ class KeptBuffers:
                 buffer.copy_(copy)
         return changed
 
-    def _refuse_written_parameters(self, who: str) -> None:
-        written = [id(parameter) for parameter, version in self._versions if parameter._version != version]
-        if written:
-            name = next((n for n, p in self._model.named_parameters() if id(p) in written), "that it no longer has")
-            raise PrivacyError(
-                f"{who} writes into the parameter {name} when it sees examples, and no noise protects that: leave it "
-                "out, and start again with fresh weights, since these hold it"
-            )
+    def _now(self) -> dict[str, Tensor]:
+        return dict(self._model.named_buffers(recurse=not self._alone))
+
+    def _written_parameter(self) -> PrivacyError:
+        now = zip(self._parameters, versions(self._parameters), self._versions, strict=True)
+        written = {id(parameter) for parameter, version, before in now if version != before}
+        name = next((n for n, p in self._model.named_parameters() if id(p) in written), "that it no longer has")
+        return PrivacyError(
+            f"{self._who} writes into the parameter {name} when it sees examples, and no noise protects that: leave it "
+            "out, and start again with fresh weights, since these hold it"
+        )
 
 
 class KeptState:
     """The buffers of a model, and what its loss or augmentation can reach beside it, through private passes."""
 
     def __init__(self, model: nn.Module, beside: Sequence[nn.Module | Outside], parameters: Sequence[Tensor] = ()):
-        self._kept = [("the model", KeptBuffers(model, parameters))]
-        self._outside: list[KeptOutside] = []
+        self._kept: list[KeptBuffers | KeptOutside] = [KeptBuffers(model, parameters)]
         for part in beside:
             if isinstance(part, nn.Module):
-                self._kept.append((_beside(part), KeptBuffers(part)))
-                continue
-            self._outside.append(KeptOutside(part))
-            self._kept += [(_beside(module), KeptBuffers(module)) for module in part.found.modules]
-            self._kept += [(_beside(module), KeptBuffers(module, alone=True)) for module in part.found.shells]
+                self._kept.append(KeptBuffers(part, who=_beside(part)))
+            elif not part.found.is_empty:
+                self._kept += [KeptBuffers(module, who=_beside(module)) for module in part.found.modules]
+                self._kept += [KeptBuffers(module, alone=True, who=_beside(module)) for module in part.found.shells]
+                self._kept.append(KeptOutside(part))
 
     def __enter__(self) -> Self:
         return self
@@ -88,30 +98,17 @@ class KeptState:
 
     def refuse_changes(self) -> None:
         """Put back whatever was written into, and raise if anything was."""
-        for who, buffers in self._kept:
-            buffers.refuse_changes(who)
-        for kept in self._outside:
+        for kept in self._kept:
             kept.refuse_changes()
 
     def restore(self) -> None:
         """Put back whatever has changed."""
-        for _, buffers in self._kept:
-            buffers.restore()
-        for kept in self._outside:
+        for kept in self._kept:
             kept.restore()
 
 
 def _beside(module: nn.Module) -> str:
     return f"{type(module).__name__}, beside the model,"
-
-
-def _buffers(model: nn.Module, alone: bool = False) -> dict[str, Tensor]:
-    return dict(model.named_buffers(recurse=not alone)) if _has_buffers(model) else {}
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    """Asked twice in every step, so without PyTorch's way through all modules by name."""
-    return bool(module._buffers) or any(_has_buffers(part) for part in module._modules.values() if part is not None)
 
 
 def _all_same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:

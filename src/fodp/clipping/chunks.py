@@ -41,9 +41,12 @@ class Chunks:
     _kept: list["UsesChunk"] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        checks.whole("copies", self.copies)
+        if self.copies != 1 or self.copies is True:
+            checks.whole("copies", self.copies)
         if self.microbatch is not None:
             checks.whole("microbatch", self.microbatch)
+        if self.factors is not None and len(self.factors) != len(self.engine.layout.names):
+            raise PrivacyError(f"{len(self.factors)} factors for {len(self.engine.layout.names)} parameters")
 
     def __iter__(self) -> Iterator["UsesChunk"]:
         """Norms and sums are in full precision while this is gone through."""
@@ -54,18 +57,25 @@ class Chunks:
             rows = batch_size(self.batch)
             if rows % self.copies:
                 raise PrivacyError(f"the rows of the batch are not {self.copies} copies of each example")
-            for start, stop, examples in self._spans(rows):
-                whole = stop - start == rows
-                batch = self.batch if whole else take(self.batch, slice(start, stop))
-                for chunk in self._measured(batch, examples):
-                    if whole and chunk.complete:
+            at_once = self._at_once(rows // self.copies) * self.copies
+            if rows <= at_once:  # the usual case; a batch without rows has no chunk
+                sizes = sizes_of(self.batch)
+                spans = [(0, rows, rows // self.copies if sizes is None else len(sizes))] if rows else []
+            else:
+                spans = list(self._spans(rows, at_once))
+            for start, stop, examples in spans:
+                all_rows = stop - start == rows
+                batch = self.batch if all_rows else take(self.batch, slice(start, stop))
+                uses = self.engine.uses(batch, self.points, self.copies)
+                for chunk in self._one_by_one(batch) if uses is None else (self._measured(uses, examples),):
+                    if all_rows and chunk.complete:
                         self._kept.append(chunk)
                     yield chunk
                     del chunk  # before the next one is recorded
+                del uses
 
-    def _spans(self, rows: int) -> Iterator[tuple[int, int, int]]:
+    def _spans(self, rows: int, at_once: int) -> Iterator[tuple[int, int, int]]:
         """The rows in parts: where each begins and ends, and how many examples it has."""
-        at_once = self._at_once(rows // self.copies) * self.copies
         sizes = sizes_of(self.batch)
         if sizes is None:
             for start in range(0, rows, at_once):
@@ -88,21 +98,24 @@ class Chunks:
         recorded = self.engine.most_rows(self.batch) if examples else None
         return max(1, (rows if recorded is None else min(rows, recorded)) // self.copies)
 
-    def _measured(self, batch: Batch, examples: int) -> Iterator["UsesChunk"]:
-        layout, factors = self.engine.layout, self._factors
-        uses = self.engine.uses(batch, self.points, self.copies)
-        if uses is not None:
-            for place, (use, factor) in enumerate(zip(uses, factors, strict=True)):
-                if use is not None and isinstance(factor, Kronecker):
-                    uses[place] = factor.of(use, self.exact)
+    def _measured(self, uses: list[Use | None], examples: int) -> "UsesChunk":
+        """The chunk that follows from the use of each parameter."""
+        numbers = [1.0] * len(uses)
+        for place, factor in enumerate(self._factors if self.factors is not None else ()):
+            use = uses[place]
+            if not isinstance(factor, Kronecker):
+                numbers[place] = factor
+            elif use is not None:
+                uses[place] = factor.of(use, self.exact)
+        if self.exact:
             for use in uses:
                 if isinstance(use, Outer | Ragged):
-                    use.exact = self.exact
-            pieces = [(use, i) for i, use in enumerate(uses) if use is not None]
-            numbers = tuple(1.0 if isinstance(factor, Kronecker) else factor for factor in factors)
-            yield UsesChunk.of(layout, pieces, numbers, examples)
-            return
-        # One example at a time: hold as many whole gradients as the chunk limit allows.
+                    use.hold_exactly()
+        return UsesChunk.of(self.engine.layout, uses, numbers, examples)
+
+    def _one_by_one(self, batch: Batch) -> Iterator["UsesChunk"]:
+        """Chunks of as many whole gradients as the chunk limit allows to be held."""
+        layout, factors = self.engine.layout, self._factors
         held: list[Tensor] = []
         for gradient in self.engine.example_gradients(batch, self.points, self.copies):
             held.append(gradient)
@@ -116,8 +129,6 @@ class Chunks:
     def _factors(self) -> list[float | Kronecker]:
         if self.factors is None:
             return [1.0] * len(self.engine.layout.names)
-        if len(self.factors) != len(self.engine.layout.names):
-            raise PrivacyError(f"{len(self.factors)} factors for {len(self.engine.layout.names)} parameters")
         return [f if isinstance(f, Kronecker) else checks.positive("a factor", f) for f in self.factors]
 
 
@@ -133,10 +144,11 @@ class UsesChunk:
     complete: bool
 
     @staticmethod
-    def of(layout: Layout, pieces: list[tuple[Use, int]], numbers: tuple[float, ...], examples: int) -> "UsesChunk":
-        """Of the merged uses of each parameter."""
-        scaled = [(use, numbers[i]) for use, i in pieces]
-        return UsesChunk._checked(layout, scaled, examples, list(pieces), numbers, complete=True)
+    def of(layout: Layout, uses: Sequence[Use | None], numbers: Sequence[float], examples: int) -> "UsesChunk":
+        """Of the merged use of each parameter; None: it was not used."""
+        pieces: list[tuple[Use, int | None]] = [(use, place) for place, use in enumerate(uses) if use is not None]
+        found = [(use, number) for use, number in zip(uses, numbers, strict=True) if use is not None]
+        return UsesChunk._checked(layout, found, examples, pieces, tuple(numbers), complete=True)
 
     @staticmethod
     def of_rows(layout: Layout, rows: list[Tensor], factors: Sequence[float | Kronecker]) -> "UsesChunk":

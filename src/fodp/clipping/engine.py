@@ -8,8 +8,9 @@ computes every example's gradient from a pass over that example alone. What a lo
 others there too: it is looked for in every engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fodp.clipping import self_check
-from fodp.clipping.batches import Batch, Keyed, batch_size, plain, sizes_of, take
+from fodp.clipping.batches import Batch, Keyed, batch_size, sizes_of, take
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
 from fodp.clipping.layers.combine import merged, scaled
@@ -29,7 +30,7 @@ from fodp.clipping.layers.rules import RULES
 from fodp.clipping.layers.segments import Segments, by_owner
 from fodp.clipping.layers.uses import Use
 from fodp.clipping.loss_form import refuse_criterion, refuse_joint
-from fodp.clipping.precision import Caller
+from fodp.clipping.precision import Caller, switched_on
 from fodp.clipping.recording import Layers, Recording
 from fodp.clipping.remembered import Outside
 from fodp.clipping.watching import Plan, Unseen, Watch, learned
@@ -38,10 +39,12 @@ from fodp.errors import PrivacyError
 from fodp.gradients import HERE, Points
 from fodp.layout import Layout
 from fodp.support import checks
-from fodp.support.looks import Looks, is_rare
+from fodp.support.looks import Looks
+from fodp.support.torch_internals import set_reentrant_checkpoint
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 
+_NOTHING = nullcontext()
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 # How many numbers a pass over a lot may record; larger lots take several passes. Recorded are inputs and gradients
 # of all layers at once, where ordinary training frees the ones while it makes the others.
@@ -62,9 +65,8 @@ class Engine:
         refuse_criterion(loss_fn)
         self.model, self.loss_fn = model, loss_fn
         self.layout = Layout(model)
-        self._trainable = {id(p) for p in self.layout.parameters}
         owned = [(m, dict(m.named_parameters(recurse=False))) for m in model.modules()]
-        trained = [(m, {n: p for n, p in mine.items() if id(p) in self._trainable}) for m, mine in owned]
+        trained = [(m, {n: p for n, p in mine.items() if p.requires_grad}) for m, mine in owned]
         self._owners = {module: mine for module, mine in trained if mine}
         # Layers are recorded by their modules if all have a rule, which costs least; else every function that is given
         # a parameter is watched.
@@ -76,8 +78,6 @@ class Engine:
         self._loop = method == "loop"
         self._checked = False
         self.looks = Looks()
-        self.step: int | None = None  # the step whose lot comes next; None: every batch is a step of its own
-        self.look_again = False  # whether that one is to be looked at too
         self.outside = Outside([loss_fn], model)
         self.site = Site("the model or its loss")
         self._caller: Caller | None = None
@@ -85,14 +85,14 @@ class Engine:
 
     def at_step(self, step: int) -> None:
         """What comes next is the lot of this step; of about 1 step in 256 it is looked at again."""
-        self.step, self.look_again = step, is_rare(step)
+        self.looks.begin(step)
 
     def uses(self, batch: Batch, points: Points = HERE, copies: int = 1) -> list[Use | None] | None:
         """For each parameter its merged use in this batch; None when the loop must be taken instead."""
         rows = batch_size(batch)
         if rows == 0:
             return None
-        self._examine(batch)
+        self._examine(batch, rows)
         if not self._checked or self._loop:
             return None
         try:
@@ -113,15 +113,19 @@ class Engine:
 
     def most_rows(self, batch: Batch) -> int | None:
         """How many rows of this batch may be recorded at once; None for all."""
-        self._examine(batch)
+        self._examine(batch, batch_size(batch))
         return self.rows_at_once
 
-    @contextmanager
-    def exactly(self) -> Iterator[None]:
+    def exactly(self) -> AbstractContextManager[None]:
         """Norms and sums in full precision; the loss alone runs as the caller has switched it."""
-        outer, self._caller = self._caller, Caller(self.layout.device.type)
+        caller = switched_on(self.layout.device.type)
+        return nullcontext() if caller is None else self._switched_off(caller)
+
+    @contextmanager
+    def _switched_off(self, caller: Caller) -> Iterator[None]:
+        outer, self._caller = self._caller, caller
         try:
-            with self._caller.switched_off():
+            with caller.switched_off():
                 yield
         finally:
             self._caller = outer
@@ -133,7 +137,7 @@ class Engine:
             for coefficient, offset in points:
                 with self.shifted(offset):
                     one = take(batch, slice(start, stop))
-                    _, found = self._differentiate(one, lambda: self.layout.parameters, single=True)
+                    _, found = self.differentiate(one, lambda: self.layout.parameters, single=True)
                 if all(gradient is None for gradient in found):
                     raise PrivacyError(
                         "the loss reaches no trainable parameter of the model, so its sum would be noise alone: look "
@@ -148,14 +152,15 @@ class Engine:
         """One loss per example, or a clear refusal."""
         if self._watched:
             refuse_errors(self.model)
-        with torch.enable_grad(), nullcontext() if self._caller is None else self._caller.autocast():
-            losses = self.loss_fn(self.model, plain(batch))
+        rows = batch.rows if isinstance(batch, Keyed) else batch
+        with torch.enable_grad(), _NOTHING if self._caller is None else self._caller.autocast():
+            losses = self.loss_fn(self.model, rows)
         refuse_joint(losses, batch_size(batch))
         if not losses.requires_grad:
             raise PrivacyError("the loss does not depend on any trainable parameter")
         return losses
 
-    def _differentiate(
+    def differentiate(
         self,
         batch: Batch,
         targets: Callable[[], Sequence[Tensor | GradientEdge]],
@@ -175,19 +180,26 @@ class Engine:
         def work(current: Pass) -> tuple[Tensor, tuple[Tensor | None, ...]]:
             losses = current.forward(forward)
             inputs = targets()
-            return losses, current.backward(lambda: _backward(losses, inputs)) if inputs else ()
+            return losses, current.backward(partial(_backward, losses, inputs)) if inputs else ()
+
+        def again(rows: Tensor) -> Tensor:
+            return self.losses(take(batch, rows))
 
         source, records = (batch.source, batch.records) if isinstance(batch, Keyed) else (None, _NOBODY)
-        with nullcontext() if self._caller is None else self._caller.products(), checkpoints_by_autograd():
-            while True:
-                try:
-                    return self.site.run(work, source, records, lambda rows: self.losses(take(batch, rows)), single)
-                except Unkeyable as reason:
-                    if self.site.alone and single:
-                        raise
-                    self.site.alone = True
-                    if not single:
-                        raise Unseparable(f"{self.site.what} draws random numbers, and {reason}") from None
+        checkpoints = set_reentrant_checkpoint(_Checkpoint)
+        try:
+            with _NOTHING if self._caller is None else self._caller.products():
+                while True:
+                    try:
+                        return self.site.run(work, source, records, again, single)
+                    except Unkeyable as reason:
+                        if self.site.alone and single:
+                            raise
+                        self.site.take_alone()
+                        if not single:
+                            raise Unseparable(f"{self.site.what} draws random numbers, and {reason}") from None
+        finally:
+            set_reentrant_checkpoint(checkpoints)
 
     @contextmanager
     def shifted(self, offset: Tensor | None) -> Iterator[None]:
@@ -206,14 +218,13 @@ class Engine:
             for parameter, value in zip(self.layout.parameters, saved, strict=True):
                 parameter.data = value
 
-    def _examine(self, batch: Batch) -> None:
+    def _examine(self, batch: Batch, rows: int) -> None:
         """Look at the first steps, and at any that is asked for: are this model and this loss what they must be?"""
-        if batch_size(batch) == 0 or not self.looks.due(self.step, self.look_again or bool(self.outside.suspects)):
+        if not rows or not self.looks.take(again=bool(self.outside.suspects)):
             return
-        self.look_again = False
         self_check.refuse_unsteady(self, batch)
-        if batch_size(batch) > 1 and (self._loop or self._compare(batch)):  # one example alone tells little
-            self.looks.told(self.step)
+        if rows > 1 and (self._loop or self._compare(batch)):  # one example alone tells little
+            self.looks.told(self.looks.step)
 
     def _compare(self, batch: Batch) -> bool:
         """Compare with the loop once, and look whether the examples of this lot stay apart; False: it does not tell."""
@@ -262,40 +273,45 @@ class Engine:
         by_parameter: dict[int, list[Use]] = {id(p): [] for p in self.layout.parameters}
         with torch.no_grad():
             for coefficient, offset in points:
-                with self.shifted(offset):
-                    for parameter, use in self._record(batch):
-                        by_parameter[parameter].append(scaled(use, coefficient))
+                with _NOTHING if offset is None else self.shifted(offset):
+                    uses = self._record(batch)
+                    for parameter, use in uses if coefficient == 1 else _scaled(uses, coefficient):
+                        by_parameter[parameter].append(use)
+                    del uses
             found = [merged(uses) if uses else None for uses in by_parameter.values()]
             segments = _segments(batch, copies)
             if segments is not None:
                 return [None if use is None else by_owner(use, segments) for use in found]
-            return [use if use is None or copies == 1 else use.grouped(copies) for use in found]
+            return found if copies == 1 else [None if use is None else use.grouped(copies) for use in found]
 
-    def _record(self, batch: Batch) -> Iterator[tuple[int, Use]]:
-        """Forward and backward once; yields (parameter id, use) for every use."""
+    def _record(self, batch: Batch) -> Iterable[tuple[int, Use]]:
+        """Forward and backward once: (parameter id, use) for every use."""
         count = batch_size(batch)
         recording, _, gradients = self._recorded_pass(batch)
         self.half_precision = self.half_precision or recording.half_precision
         if self.rows_at_once is None:  # from what this batch records follows how large a part of a lot may be
             self.rows_at_once = max(1, _RECORDED_AT_ONCE * count // max(1, recording.numbers()))
-        yield from recording.uses(gradients, count)
+        return recording.uses(gradients, count)
 
     def _recorded_pass(self, batch: Batch) -> tuple[Recording, Tensor, tuple[Tensor | None, ...]]:
         """Forward and backward once: the recording, the losses, and the gradients at the recording's targets."""
-        made: list[Recording] = []
+        made: list[Recording] = []  # one for each time that the forward pass is run
 
         def recording() -> Recording:
-            made[:] = [self._recording()]
-            return made[0]
+            made.append(self._recording())
+            return made[-1]
+
+        def targets() -> list[Any]:
+            return made[-1].targets()
 
         if not self._by_module and self._plan is None:
             self._learn(batch)
         try:
-            losses, gradients = self._differentiate(batch, lambda: made[0].targets(), recording)
+            losses, gradients = self.differentiate(batch, targets, recording)
         except Unseen:  # a part of the model that other examples did not reach
             self._learn(batch)
-            losses, gradients = self._differentiate(batch, lambda: made[0].targets(), recording)
-        return made[0], losses, gradients
+            losses, gradients = self.differentiate(batch, targets, recording)
+        return made[-1], losses, gradients
 
     def _recording(self, catch: Callable[[Tensor], Any] = get_gradient_edge) -> Recording:
         """For one forward pass; `catch(output)` says how the gradient of an output will be known."""
@@ -309,7 +325,7 @@ class Engine:
         keyed = self_check.with_draws(batch)
 
         def run(copies: int, mode: Callable[[], TorchFunctionMode]) -> None:
-            self._differentiate(take(keyed, torch.zeros(copies, dtype=torch.int64)), lambda: (), mode)
+            self.differentiate(take(keyed, torch.zeros(copies, dtype=torch.int64)), lambda: (), mode)
 
         found = learned(self.layout.parameters, run)
         self._plan = found if self._plan is None else self._plan.with_more(found)
@@ -340,24 +356,20 @@ def _spans(batch: Batch, copies: int) -> Iterator[tuple[int, int, int]]:
     yield from zip((stops - segments.sizes).tolist(), stops.tolist(), segments.divisors.tolist(), strict=True)
 
 
-@contextmanager
-def checkpoints_by_autograd() -> Iterator[None]:
+class _Checkpoint:
     """Reentrant checkpoints as the others: they repeat their part in a backward pass that asks for all gradients.
 
     They refuse one that asks for some, and lose the gradients of a part whose inputs need none.
     """
 
-    class Checkpoint:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """As PyTorch calls it."""
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    original = torch.utils.checkpoint.CheckpointFunction
-    torch.utils.checkpoint.CheckpointFunction = Checkpoint  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        torch.utils.checkpoint.CheckpointFunction = original  # type: ignore[misc]
+
+def _scaled(uses: Iterable[tuple[int, Use]], coefficient: float) -> Iterator[tuple[int, Use]]:
+    return ((parameter, scaled(use, coefficient)) for parameter, use in uses)
 
 
 def _backward(losses: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> tuple[Tensor | None, ...]:

@@ -23,24 +23,15 @@ def norms_of(uses: Uses, examples: int, dtype: torch.dtype, device: torch.device
     raised by what rounding may add to sums over positions, and by `_RAISED` for the few roundings that every number
     goes through.
     """
-    squares = add_squared_norms(uses, torch.zeros(examples, dtype=torch.float64, device=device))
-    slack = _squared_slack(uses)
-    if slack is not None:
-        squares = squares.sqrt_().add_(slack.sqrt_()).square_()
-    return roots(squares, dtype)
-
-
-def add_squared_norms(uses: Uses, squares: Tensor) -> Tensor:
-    """Add Σ_l b_l²·‖G_{i,l}‖² of every example to `squares`, which are float64; uses come with their b."""
+    squares = torch.zeros(examples, dtype=torch.float64, device=device)
+    slacks = []  # Σ_l b_l²·slack_{i,l}²: what rounding adds to one parameter's gradient is orthogonal to another's
     for use, b in uses:
         squares.add_(use.squared_norms(), alpha=b**2)
-    return squares
-
-
-def _squared_slack(uses: Uses) -> Tensor | None:
-    """Σ_l b_l²·slack_{i,l}²: what rounding adds to one parameter's gradient is orthogonal to that of another's."""
-    known = [(use.slack, b) for use, b in uses if use.slack is not None]
-    return torch.stack([slack.square() * b**2 for slack, b in known]).sum(0) if known else None
+        if use.slack is not None:
+            slacks.append(use.slack.square() * b**2)
+    if slacks:
+        squares = squares.sqrt_().add_(torch.stack(slacks).sum(0).sqrt_()).square_()
+    return roots(squares, dtype)
 
 
 def roots(squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:

@@ -11,28 +11,33 @@ from typing import Any
 import torch
 
 # What each library may do to float32 products, where PyTorch has a switch for it.
-_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 _EXACT = ("ieee", "none", "highest")
-_CPU_SWITCHES = [name for name in _SWITCHES if name.startswith("mkldnn")]
+_CPU_SWITCHES = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", *_CPU_SWITCHES)
+
+
+def switched_on(device: str) -> "Caller | None":
+    """What the caller has switched on at this moment that concerns this kind of device; None: nothing."""
+    kinds = ("cpu",) if device == "cpu" else sorted(("cpu", device))
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    products = {}
+    for name in _CPU_SWITCHES if device == "cpu" else _SWITCHES:
+        mode = getattr(_PLACES[name], "fp32_precision", None)
+        mode = _mode_of(name) if mode is None else mode
+        if mode not in _EXACT:
+            products[name] = str(mode)
+    return Caller(autocast, products) if autocast or products else None
 
 
 class Caller:
     """What the caller has switched on: autocast by device, and how float32 products are computed."""
 
-    def __init__(self, device: str):
-        kinds = {"cpu", device}
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-        ]
-        switches = _CPU_SWITCHES if device == "cpu" else _SWITCHES
-        self._products = {name: mode for name in switches if (mode := _mode_of(name)) not in _EXACT}
+    def __init__(self, autocast: list[tuple[str, torch.dtype]], products: dict[str, str]):
+        self._autocast, self._products = autocast, products
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Exact arithmetic."""
-        if not self._autocast and not self._products:
-            yield
-            return
         with ExitStack() as stack:
             for kind, _ in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -68,8 +73,11 @@ def _place(name: str) -> Any:
     return found
 
 
+_PLACES = {name: _place(name) for name in _SWITCHES}
+
+
 def _mode_of(name: str) -> str:
-    place = _place(name)
+    place = _PLACES[name]
     if hasattr(place, "fp32_precision"):
         return str(place.fp32_precision)
     # Before PyTorch 2.9 there are two switches for all.
@@ -89,7 +97,7 @@ def _switched(name: str, mode: str) -> Iterator[None]:
 
 
 def _switch(name: str, mode: str) -> None:
-    place = _place(name)
+    place = _PLACES[name]
     if hasattr(place, "fp32_precision"):
         place.fp32_precision = mode
     elif name.endswith("matmul"):

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from fodp.support.torch_internals import parts_of
+
 _MOST = 4000  # things that are visited
 _LONG = 1000  # containers with more items are data, and are not looked into
 _LIBRARIES = {"torch", "numpy", "fodp", "fodp_lab"}
@@ -65,6 +67,11 @@ class Reached:
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     arrays: list[tuple[str, "np.ndarray[Any, Any]"]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all to be watched."""
+        return not (self.modules or self.shells or self.tensors or self.arrays or self.holders)
 
 
 def reached(functions: Iterable[Any], model: nn.Module, parts: bool = True) -> Reached:
@@ -170,8 +177,8 @@ class _Walk:
             contains = any(part in self._inside for part in module.modules())
             (self.found.shells if contains else self.found.modules).append(module)
             own = module.parameters(recurse=False) if contains else module.parameters()
-            self.found.tensors += [(f"a parameter of {name}", p) for p in own if id(p) not in self._known]
-            parts = module._modules.values() if contains else list(module.modules())[1:]
+            self.found.tensors.extend((f"a parameter of {name}", p) for p in own if id(p) not in self._known)
+            parts = parts_of(module) if contains else list(module.modules())[1:]
             for part in parts:  # of one that is watched whole, the parts are too: only their attributes are left
                 if part is not None and not contains:
                     self._attributes(type(part).__name__, part)
@@ -289,9 +296,10 @@ def _of_dict(
 
 def _of_globals(name: str, places: dict[str, Any], keys: tuple[str, ...]) -> Holder:
     missing = object()
+    absent = [missing] * len(keys)
 
     def copied() -> list[Any]:
-        return [places.get(key, missing) for key in keys]
+        return list(map(places.get, keys, absent))  # in every step
 
     def values(found: list[Any]) -> dict[Any, Any]:
         return {key: value for key, value in zip(keys, found, strict=True) if value is not missing}

@@ -1,6 +1,6 @@
 """What a forward pass is recorded by where every trainable layer has a rule: one hook that sees its modules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from fodp.clipping.fallback import Place, Unseparable
 from fodp.clipping.layers.rules import RULES
 from fodp.clipping.layers.uses import Use
+from fodp.support.torch_internals import DisableTorchFunction, origin, version
 
 Owners = Mapping[nn.Module, dict[str, nn.Parameter]]
 Gradients = Sequence[Tensor | None]
@@ -32,13 +33,13 @@ class Recording(AbstractContextManager[Any], Protocol):
     def numbers(self) -> int:
         """How many numbers are held for the pass."""
 
-    def uses(self, gradients: Gradients, count: int, alive: bool = True) -> Iterator[tuple[int, Use]]:
+    def uses(self, gradients: Gradients, count: int, alive: bool = True) -> Iterable[tuple[int, Use]]:
         """(parameter id, use) for each use of a parameter, from the gradients at `targets`."""
 
 
 @dataclass
 class LayerCall:
-    """One call of one layer with a rule."""
+    """One call of one layer with a rule. Its inputs may be changed in place later, which their version tells."""
 
     layer: nn.Module
     parameters: dict[str, nn.Parameter]
@@ -46,12 +47,6 @@ class LayerCall:
     version: int
     caught: Any
     shape: torch.Size
-
-    @staticmethod
-    def of(layer: nn.Module, parameters: dict[str, nn.Parameter], inputs: Any, caught: Any, out: Tensor) -> "LayerCall":
-        """As it is now: inputs may be changed in place later."""
-        version = 0 if inputs.is_inference() else inputs._version
-        return LayerCall(layer, parameters, inputs, version, caught, out.shape)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -63,18 +58,18 @@ class LayerCall:
         """Which output, where the examples lie in it, its gradient, its shape."""
         return [(0, Place(0), self.caught, self.shape)]
 
-    def uses(self, back: Tensor, count: int) -> Iterator[tuple[nn.Parameter, Use]]:
+    def uses(self, back: Tensor, count: int) -> list[tuple[nn.Parameter, Use]]:
         """Of the layer's parameters, by its rule."""
-        kind = type(self.layer).__name__
-        if not self.inputs.is_inference() and self.version != self.inputs._version:
-            raise Unseparable(f"an input of {kind} was changed in place later on")
+        layer, inputs = self.layer, self.inputs
+        kind = type(layer)
+        if self.version != version(inputs):
+            raise Unseparable(f"an input of {kind.__name__} was changed in place later on")
         back = back if back.shape == self.shape else back.reshape(self.shape)
-        least = 1 if isinstance(self.layer, nn.Embedding) else 2
-        if self.inputs.dim() < least or self.inputs.shape[0] != count or back.shape[0] != count:
-            raise Unseparable(f"{kind} got an input whose first dimension is not the lot's")
-        for name, use in RULES[type(self.layer)](self.layer, self.inputs.detach(), back).items():
-            if name in self.parameters:
-                yield self.parameters[name], use
+        least = 1 if isinstance(layer, nn.Embedding) else 2
+        if inputs.dim() < least or inputs.shape[0] != count or back.shape[0] != count:
+            raise Unseparable(f"{kind.__name__} got an input whose first dimension is not the lot's")
+        own, found = self.parameters, RULES[kind](layer, inputs.detach(), back)
+        return [(own[name], use) for name, use in found.items() if name in own]
 
 
 class Layers:
@@ -106,20 +101,21 @@ class Layers:
         """Inputs and outputs."""
         return sum(call.inputs.numel() + call.shape.numel() for call in self._calls)
 
-    def uses(self, gradients: Gradients, count: int, alive: bool = True) -> Iterator[tuple[int, Use]]:
+    def uses(self, gradients: Gradients, count: int, alive: bool = True) -> list[tuple[int, Use]]:
         """By the layers' rules."""
+        found = []
         for call, back in zip(self._calls, gradients, strict=True):
-            if back is None:
-                continue  # this call did not reach the loss
-            for parameter, use in call.uses(back, count):
-                yield id(parameter), use
+            if back is not None:  # else this call did not reach the loss
+                for parameter, use in call.uses(back, count):
+                    found.append((id(parameter), use))
+        return found
 
     def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """The hook: it sees what the layer itself made, before other hooks."""
         owned = self._owners.get(layer)
         if owned is None or not isinstance(out, Tensor):
             return
-        with torch._C.DisableTorchFunction():  # a mode would be asked for every attribute of a tensor
+        with DisableTorchFunction():  # a mode would be asked for every attribute of a tensor
             if not out.requires_grad:
                 return
             if out.dtype not in (torch.float32, torch.float64):  # the model's own, or autocast
@@ -128,12 +124,4 @@ class Layers:
             # The edge stays the gradient of this very output, whatever is done to it in place later.
             caught = self._catch(origin(out))
             if caught is not None:
-                self._calls.append(LayerCall.of(layer, owned, inputs, caught, out))
-
-
-def origin(output: Tensor) -> Tensor:
-    """The tensor that a layer's output is a view of: changing the view in place cuts off its own edge."""
-    base = output._base
-    if base is None or base.numel() != output.numel():
-        return output
-    return base if base.is_contiguous() and output.is_contiguous() else output
+                self._calls.append(LayerCall(layer, owned, inputs, version(inputs), caught, out.shape))

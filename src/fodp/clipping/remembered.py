@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fodp.clipping.reach import Holder, Reached, reached
 from fodp.errors import PrivacyError
+from fodp.support.torch_internals import version
 
 _COPIED = 2**12  # entries of tensors that are compared by value in every step, larger ones by PyTorch's own count
 _FAR = 10**6  # how often over a number is moved on
@@ -40,6 +41,12 @@ class Outside:
         """Walk again: something may hang elsewhere by now."""
         self.found: Reached = reached(self._functions, self._model, self._parts)
 
+    def passed(self, marks: Iterable[tuple[int, Any]]) -> None:
+        """Nobody reads these places, nor those that were suspects. Walks again: something may hang elsewhere now."""
+        self.harmless.update(marks, self.suspects)
+        self.suspects.clear()
+        self.look()
+
     def values(self) -> Values:
         """What every place holds."""
         return [(holder, holder.copy()) for holder in self.found.holders]
@@ -51,14 +58,15 @@ class KeptOutside:
     def __init__(self, outside: Outside):
         self._outside = outside
         found = outside.found
-        self._tensors = [(name, t, _version(t), _copy(t)) for name, t in found.tensors]
-        self._arrays = [(name, array, array.copy()) for name, array in found.arrays if array.size <= _COPIED]
+        tensors = found.tensors
+        self._tensors = [(name, t, version(t), _copy(t)) for name, t in tensors] if tensors else []
+        arrays = found.arrays
+        self._arrays = [(n, array, array.copy()) for n, array in arrays if array.size <= _COPIED] if arrays else []
         self._values = outside.values()
 
     def refuse_changes(self) -> None:
         """Put back what was written into, and raise if anything was; remember which places hold something else."""
-        written = self._restore_written()
-        if written:
+        if (self._tensors or self._arrays) and (written := self._restore_written()):
             raise PrivacyError(
                 f"the loss or the augmentation writes into {written[0] or 'a tensor'} when it sees examples, outside "
                 f"of the model: {WAY_OUT}"
@@ -74,8 +82,8 @@ class KeptOutside:
 
     def _restore_written(self) -> list[str]:
         written = []
-        for name, tensor, version, copy in self._tensors:
-            if _version(tensor) == version and (copy is None or _same(tensor, copy)):
+        for name, tensor, before, copy in self._tensors:
+            if version(tensor) == before and (copy is None or _same(tensor, copy)):
                 continue
             written.append(name)
             if copy is not None:
@@ -144,9 +152,7 @@ def read_by_others(
             return fresh[0][0].called(fresh[0][1])
     finally:
         put_back(now)
-    outside.harmless |= suspects.keys() | {holder.mark(key) for holder, key, _, _ in changed}
-    outside.suspects.clear()
-    outside.look()  # something may hang elsewhere now
+    outside.passed([holder.mark(key) for holder, key, _, _ in changed])
     return None
 
 
@@ -197,10 +203,6 @@ def _far(old: Any, new: Any) -> Any:
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and old.dtype.kind in "iuf":
         return new + (new - old) * _FAR if old.shape == new.shape else old
     return _UNCHANGED
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copy(tensor: Tensor) -> Tensor | None:

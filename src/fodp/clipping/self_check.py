@@ -112,7 +112,7 @@ def _look(engine: "Engine", one: Keyed) -> Seen:
         return [parameter for parameter in engine.layout.parameters if parameter.requires_grad]
 
     def look() -> None:
-        losses, gradients = engine._differentiate(_copied(one), trainable, single=True)
+        losses, gradients = engine.differentiate(_copied(one), trainable, single=True)
         found.append(
             (losses, [gradient.to_dense() for gradient in gradients if gradient is not None])
         )  # tables: sparse
@@ -141,11 +141,11 @@ def _pass(engine: "Engine", rows: Keyed) -> None:
     if batch_size(rows) == 1:
         _look(engine, rows)
         return
-    alone = engine.site.alone
     try:
-        engine._differentiate(_copied(rows), lambda: engine.layout.parameters)
+        with engine.site.undecided():  # the comparison of whole lots finds that too, and says why
+            engine.differentiate(_copied(rows), lambda: engine.layout.parameters)
     except Unseparable:
-        engine.site.alone = alone  # the comparison of whole lots finds that too, and says why
+        pass
     except PrivacyError:
         raise
     except Exception:  # the loop will do: it gives the loss one example at a time

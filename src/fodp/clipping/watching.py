@@ -12,7 +12,7 @@ something for each example is where the example's gradient is found (`calls`); f
 shared tensors, example by example, to the parameters (`uses`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,8 @@ from fodp.clipping.layers.functions import FunctionCall, pulled_back, uses_of
 from fodp.clipping.layers.parts import in_parts
 from fodp.clipping.layers.rules import has_registered, is_own
 from fodp.clipping.layers.uses import Use
-from fodp.clipping.recording import LayerCall, origin
+from fodp.clipping.recording import LayerCall
+from fodp.support.torch_internals import DisableTorchFunction, base, origin, version
 
 
 class Unseen(Unseparable):
@@ -81,7 +82,7 @@ class _Mode(TorchFunctionMode):
         before = self.before(func, args, kwargs)
         result = func(*args, **kwargs)
         if before is not None:
-            with torch._C.DisableTorchFunction():  # other modes would be asked for every attribute of a tensor
+            with DisableTorchFunction():  # other modes would be asked for every attribute of a tensor
                 self.after(func, before, kwargs, args[0] if func == _SET else result)
         return result
 
@@ -190,7 +191,7 @@ class _Tracking(_Mode):
     def _leave_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._inside and self._inside[-1][0] is layer:
             self._inside.pop()[1]()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.layer_called(layer, args, kwargs, output)
 
     def layer_called(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -210,7 +211,7 @@ def _writes(func: Any) -> bool:
 
 def _with_first_kept(args: Any) -> Any:
     """The arguments, with the value that the first one has now."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return (args[0].detach().clone(), *args[1:]) if args and isinstance(args[0], Tensor) else args
 
 
@@ -282,7 +283,7 @@ def _alike(parts: Tensor, dim: int) -> bool:
 def _add_derived(shared: _Shared, key: Any, call: FunctionCall, outputs: Sequence[Tensor]) -> None:
     for place, output in enumerate(outputs):
         if output.requires_grad and output not in shared:
-            call.results = list(outputs)
+            call.made(outputs)
             shared.add(output, (key, place), call)
 
 
@@ -302,7 +303,8 @@ class Watch(_Tracking):
             self.half_precision |= output.dtype not in (torch.float32, torch.float64)
             caught = self._catch(origin(output))
             if caught is not None:
-                self.calls.append(LayerCall.of(layer, own, args[0] if args else kwargs["input"], caught, output))
+                inputs = args[0] if args else kwargs["input"]
+                self.calls.append(LayerCall(layer, own, inputs, version(inputs), caught, output.shape))
 
     def after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A function was given something shared."""
@@ -323,7 +325,7 @@ class Watch(_Tracking):
                     raise Unseparable(f"{_name(func)} makes one tensor of all examples")
                 self.half_precision |= output.dtype not in (torch.float32, torch.float64)
                 # Not the parameter itself, of which it may be a view.
-                caught = self._catch(output if output._base in self.shared else origin(output))
+                caught = self._catch(output if base(output) in self.shared else origin(output))
                 call.outputs.append((index, place, caught, output.shape))
         self.calls.append(call)
 
@@ -357,7 +359,7 @@ class Watch(_Tracking):
             reached = [(i, place, g.reshape(shape)) for i, place, g, shape in back if g is not None]
             if not reached:
                 continue
-            found: Iterator[tuple[Tensor, Use]]
+            found: Iterable[tuple[Tensor, Use]]
             if isinstance(call, LayerCall):
                 found = call.uses(reached[0][2], count)
             else:

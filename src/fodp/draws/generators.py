@@ -3,26 +3,43 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
+from fodp.support.torch_internals import device_generators
+
 
 class Marks:
-    """Where PyTorch's generators stand."""
+    """Where PyTorch's generators stand. As a context it puts them back at its end, if they were moved."""
 
     def __init__(self) -> None:
         self.saved = torch.default_generator.get_state()
-        self._devices = _device_generators()
-        self.offsets = [generator.get_state() for generator in self._devices]
+        self._devices = device_generators()
+        self.offsets = [generator.get_state() for generator in self._devices] if self._devices else []
+        self.were_moved = False  # known after the context
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.were_moved = self.moved()
+        if self.were_moved:
+            self.restore()
 
     def moved(self) -> bool:
         """Whether anything was drawn since."""
-        return not torch.equal(torch.default_generator.get_state(), self.saved) or not all(
-            torch.equal(g.get_state(), s) for g, s in zip(self._devices, self.offsets, strict=True)
-        )
+        if not torch.equal(torch.default_generator.get_state(), self.saved):
+            return True
+        if not self._devices:
+            return False
+        pairs = zip(self._devices, self.offsets, strict=True)
+        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+
+    def advance(self) -> None:
+        """Take where PyTorch's generator of the CPU stands now."""
+        self.saved = torch.default_generator.get_state()
 
     def restore(self) -> None:
         """Put them back."""
@@ -31,26 +48,9 @@ class Marks:
             generator.set_state(state)
 
 
-def _device_generators() -> list[torch.Generator]:
-    if torch.cuda.is_initialized():
-        return list(torch.cuda.default_generators)
-    return [torch.mps._get_default_mps_generator()] if _has_mps() else []
-
-
-@cache
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
-
-
-@contextmanager
-def generators_kept() -> Iterator[Marks]:
-    """Private passes leave PyTorch's generators as they were."""
-    marks = Marks()
-    try:
-        yield marks
-    finally:
-        if marks.moved():
-            marks.restore()
+def generators_kept() -> Marks:
+    """A context: private passes leave PyTorch's generators as they were."""
+    return Marks()
 
 
 def foreign_state() -> tuple[Any, ...]:

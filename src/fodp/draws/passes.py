@@ -1,8 +1,8 @@
 """Sites that draw, and passes over them: which draw belongs to which record (the package's docstring says why)."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -15,15 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fodp.draws.answers import ANSWERS, bernoulli_, may_draw
-from fodp.draws.generators import Marks, foreign_seeded, foreign_state, generators_kept, restore_foreign
+from fodp.draws.generators import Marks, foreign_seeded, foreign_state, restore_foreign
 from fodp.draws.source import Source, Unkeyable, Words
 from fodp.errors import PrivacyError
+from fodp.support.torch_internals import top_saved_tensors_hooks
 
 Result = TypeVar("Result")
 
 _BACKWARDS_LOOKED_AT: Final = 8
-# What saves tensors at this moment otherwise than autograd does; older versions of PyTorch do not tell.
-_TOP_HOOKS: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class _Missed(Exception):
@@ -46,15 +45,15 @@ class Site:
     """One piece of the user's code that sees a lot and may draw: what it has been seen to draw, and how it is run.
 
     `quiet`: it draws nothing, as far as seen; that is looked at in every pass. `alone`: it must be given one record
-    at a time. Otherwise `_draws` lists its draws in their order.
+    at a time. Otherwise `draws` lists its draws in their order.
     """
 
     def __init__(self, what: str):
         self.what = what
         self.quiet, self.alone = True, False
         self.foreign = False  # it draws from NumPy's or Python's generator too
-        self._draws: tuple[_Draw, ...] = ()
-        self._functions: frozenset[Any] | None = None  # of PyTorch's, those that draw; None: any may
+        self.draws: tuple[_Draw, ...] = ()
+        self.functions: frozenset[Any] | None = None  # of PyTorch's, those that draw; None: any may
         # Where parts of the forward pass are repeated in the backward pass, that has draws too. Checkpointing is seen
         # in the forward pass; for whatever else there may be the first backward passes are looked at, since a mode
         # costs time.
@@ -78,14 +77,14 @@ class Site:
         while True:
             if self.alone and not single:
                 raise Unkeyable("what it draws cannot be told apart by example")
-            with generators_kept() as marks:
+            with Marks() as marks:
                 try:
                     result = work(Pass(self, source, records))
-                    if not self.quiet or not marks.moved():
-                        return result
                 except _Missed:
-                    self._functions = None
+                    self.functions = None
                     continue
+            if not self.quiet or not marks.were_moved:
+                return result
             self.learn(source, again)
             self.quiet = False
 
@@ -94,17 +93,38 @@ class Site:
         seen, drawing = [], set[Any]()
         for copies in (2, 3):
             recorder = _Keyed(source.of(self.what), None, np.zeros(copies, np.int64))
-            with generators_kept(), recorder, _Functions(recorder, drawing, learns=True):
+            with Marks(), recorder, _Functions(recorder, drawing, learns=True):
                 again(torch.zeros(copies, dtype=torch.int64))
             seen.append(recorder.seen)
         # With those that functions which hold a whole layer (attention, recurrent ones) draw by.
-        self._functions = frozenset(drawing | {F.dropout, F.scaled_dot_product_attention} if drawing else ())
+        self.functions = frozenset(drawing | {F.dropout, F.scaled_dot_product_attention} if drawing else ())
         self.quiet = not any(seen)
         draws = [_draw_of(a, b) for a, b in zip(*seen, strict=False)]
         if len(seen[0]) != len(seen[1]) or None in draws:
-            self.alone = True
+            self.take_alone()
         else:
-            self._draws = tuple(draw for draw in draws if draw is not None)
+            self.draws = tuple(draw for draw in draws if draw is not None)
+
+    def take_alone(self) -> None:
+        """From now on it is given one record at a time."""
+        self.alone = True
+
+    @contextmanager
+    def undecided(self) -> Iterator[None]:
+        """What runs here does not decide whether the site is given one record at a time."""
+        before = self.alone
+        try:
+            yield
+        finally:
+            self.alone = before
+
+    def draws_backwards(self) -> bool:
+        """Whether what the backward pass draws is looked at in this pass, though no sign of it was seen."""
+        return self.foreign or self._keyed_backwards > 0
+
+    def went_backwards(self, drew: bool) -> None:
+        """A backward pass that was looked at has drawn something, or nothing."""
+        self._keyed_backwards = math.inf if drew else max(0, self._keyed_backwards - 1)
 
     def look_for_foreign(self, work: Callable[[], Any]) -> None:
         """Notice that running the code moves NumPy's or Python's own generator; then it must run alone."""
@@ -113,7 +133,8 @@ class Site:
             work()
         finally:
             if foreign_state() != before:
-                self.foreign = self.alone = True
+                self.foreign = True
+                self.take_alone()
                 self.quiet = False
                 restore_foreign(before)
 
@@ -125,20 +146,19 @@ class Pass:
     """One run of a site's code over some rows of a lot."""
 
     def __init__(self, site: Site, source: Source | None, records: Tensor):
-        self._site, self._source = site, None if source is None else source.of(site.what)
+        self._site, self._source = site, source
         self._mode: _Keyed | None = None
-        if self._source is not None and not site.quiet:
-            numbers = records.numpy()
-            self._mode = _Keyed(
-                self._source, None if site.alone else site._draws, numbers[:1] if site.alone else numbers
-            )
+        if source is not None and not site.quiet:
+            self._source, numbers = source.of(site.what), records.numpy()
+            draws = None if site.alone else site.draws
+            self._mode = _Keyed(self._source, draws, numbers[:1] if site.alone else numbers)
 
     def forward(self, code: Callable[[], Result]) -> Result:
         """Run the user's code."""
         if self._mode is None:
             return code()
         # A mode over all operations costs more than one that looks at the functions that are called.
-        functions = self._site._functions
+        functions = self._site.functions
         mode = self._mode if functions is None else _Functions(self._mode, functions)
         with mode, self._foreign_seeded("forward"):
             result = code()
@@ -149,13 +169,14 @@ class Pass:
 
     def backward(self, code: Callable[[], Result]) -> Result:
         """Run the backward pass, which draws where a part of the forward pass is repeated, or a hook draws."""
-        keyed = self._site._keyed_backwards or self._site.foreign
-        if self._mode is None or not (keyed or self._mode.repeated or self._mode.hidden):
+        if self._mode is None:
+            return code()
+        if not (self._site.draws_backwards() or self._mode.repeated or self._mode.hidden):
             return code()
         drawn = self._mode.drawn
         with self._mode, self._foreign_seeded("backward"):
             result = code()
-        self._site._keyed_backwards = math.inf if self._mode.drawn > drawn else max(0, self._site._keyed_backwards - 1)
+        self._site.went_backwards(self._mode.drawn > drawn)
         return result
 
     def _foreign_seeded(self, when: str) -> AbstractContextManager[None]:
@@ -170,7 +191,7 @@ class OwnPass:
 
     def __init__(self, site: Site, source: Source, records: Tensor):
         self._marks = Marks()
-        self._mode = _Keyed(source.of(site.what), site._draws, records.numpy())
+        self._mode = _Keyed(source.of(site.what), site.draws, records.numpy())
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, finished: bool) -> None:
@@ -243,10 +264,10 @@ class _Keyed(TorchDispatchMode):
         state = torch.default_generator.get_state().numpy().tobytes()
         self.drawn += 1
         self.repeated = self.repeated or _is_checkpointed()
-        self.hidden = self.hidden or not torch.is_grad_enabled() or _TOP_HOOKS is None
+        self.hidden = self.hidden or not torch.is_grad_enabled() or top_saved_tensors_hooks is None
         number = self._numbers.setdefault(state, len(self._numbers))
         torch.empty((), dtype=torch.int64).random_()
-        self._marks.saved = torch.default_generator.get_state()
+        self._marks.advance()
         return number
 
     def missed(self) -> bool:
@@ -267,7 +288,7 @@ class _Keyed(TorchDispatchMode):
 
 def _is_checkpointed() -> bool:
     """Whether a part of the forward pass is under way that keeps its tensors otherwise than autograd does."""
-    return _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
+    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
 
 
 class _Functions(TorchFunctionMode):

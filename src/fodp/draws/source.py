@@ -4,7 +4,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -34,17 +34,26 @@ class Source:
     """The random words of one lot in one step."""
 
     def __init__(self, streams: DerivedKeys, step: int, name: str):
-        self.step = step
-        self._keys = {shared: streams.record_key(step, f"{name}.{shared}") for shared in ("record", "lot")}
+        self.step, self._name = step, name
+        self._streams: DerivedKeys | None = streams
         self._parts: dict[str, Source] = {}
         self._ciphers: dict[str, Any] = {}
+
+    @cached_property
+    def _keys(self) -> dict[str, bytes]:
+        """Derived when something is drawn: most models draw nothing."""
+        assert self._streams is not None
+        return {kind: self._streams.record_key(self.step, f"{self._name}.{kind}") for kind in ("record", "lot")}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, as those for worker processes, have the keys of this lot and not what they are derived from."""
+        return vars(self) | {"_keys": self._keys, "_streams": None, "_parts": {}, "_ciphers": {}}
 
     def of(self, site: str) -> "Source":
         """The words of one site: what an augmentation draws for a record tells nothing of what the model draws."""
         if site not in self._parts:
             part = self._parts[site] = copy.copy(self)
             part._keys = {kind: _subkey(key, site) for kind, key in self._keys.items()}
-            part._ciphers = {}
         return self._parts[site]
 
     def words(self, records: npt.NDArray[np.int64], draw: int, shape: Sequence[int], each: int) -> Words:

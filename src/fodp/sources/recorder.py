@@ -115,7 +115,7 @@ class Recorder(Engine):
         if self._tape is not None:
             self._coupling.over(self._tape)
         rows, tape = len(lot.indices), None
-        if self._coupling.wants(lot.step, self.look_again, self._padded is not None):
+        if self._coupling.wants(lot.step, self.looks.again, self._padded is not None):
             tape = self._coupling.tape(rows)
             for leaf in () if batch is None else forms.leaves(batch):
                 if isinstance(leaf, Tensor):
@@ -344,7 +344,7 @@ class Recorder(Engine):
         if rows and self._tape is not None:
             with self._quietly():
                 self._coupling.refuse_inputs(self._tape, _outputs((args, kwargs)))
-        if rows and (self._looked_at is self.lot or self.looks.due(self.step, self.look_again)):
+        if rows and (self._looked_at is self.lot or self.looks.due(self.looks.step, self.looks.again)):
             self._look(args, kwargs, self.lot)
         if rows and self._padded is not None:
             self._look_at_padding(args, kwargs, self._padded)
@@ -425,7 +425,7 @@ class Recorder(Engine):
             self._outsiders[torch._C._current_graph_task_id()] = kind
 
         for parameter in module.parameters(recurse=False):
-            known = id(parameter) in self._trainable or id(parameter) in self._followed
+            known = id(parameter) in self._followed or any(parameter is own for own in self.layout.parameters)
             if parameter.requires_grad and not known:
                 self._followed[id(parameter)] = parameter.register_post_accumulate_grad_hook(reached)
 
@@ -519,7 +519,7 @@ class Recorder(Engine):
             self._take_loop(problem)
         if self._looked_at is not self.lot:
             self._looked_at = self.lot
-            self.looks.told(self.step)
+            self.looks.told(self.looks.step)
 
     def _problem_with_made_up(self, batch: Keyed, shift: int) -> str | None:
         """The same of other numbers, in turns with other words: what a first lot holds must not end a run."""

@@ -21,6 +21,20 @@ class Looks:
     def __init__(self, first: int = FIRST_STEPS):
         self._first = first
         self.steps: list[int | None] = []  # in which a look has told something
+        self.step: int | None = None  # whose lot comes next; None: every batch is a step of its own
+        self.again = False  # whether that lot is to be looked at too
+
+    def begin(self, step: int) -> None:
+        """What comes next is the lot of this step; of about 1 step in 256 it is looked at again."""
+        self.step, self.again = step, is_rare(step)
+
+    def take(self, again: bool = False) -> bool:
+        """Whether to look now, in the step that was begun. A rare step is looked at once."""
+        if not (self.again or again) and len(self.steps) >= self._first:
+            return False
+        due = self.due(self.step, self.again or again)
+        self.again = self.again and not due
+        return due
 
     def due(self, step: int | None, again: bool = False) -> bool:
         """Whether to look now. Without a step, as for an engine by itself, every call is a step of its own."""

@@ -94,6 +94,8 @@ def scaled(use: Use, factor: float) -> Use:
 
 def merged(uses: Sequence[Use]) -> Use:
     """Several uses of one parameter as one: their gradients add up before anything is squared."""
+    if len(uses) == 1:
+        return uses[0]
     uses = _joined(uses)
     if len(uses) == 1:
         return uses[0]
@@ -120,8 +122,6 @@ def _is_large(use: Outer) -> bool:
 
 def _joined(uses: Sequence[Use]) -> Sequence[Use]:
     """Products of the same inputs, as of a first layer at two points, become one: their back-signals add up."""
-    if len(uses) == 1:
-        return uses
     joined: dict[object, Use] = {}
     for use in uses:
         if not isinstance(use, Product):

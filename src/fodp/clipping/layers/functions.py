@@ -19,6 +19,7 @@ from fodp.clipping.layers import normed, rules
 from fodp.clipping.layers.combine import scaled
 from fodp.clipping.layers.embeddings import Rows
 from fodp.clipping.layers.uses import Dense, Outer, Product, Use, wide
+from fodp.support.torch_internals import versions, weight_norm
 
 # A function without a rule has its per-example gradients held: at most this many entries (256 MiB of float32).
 _HELD_AT_MOST = 1 << 26
@@ -40,7 +41,11 @@ class FunctionCall:
     results: list[Tensor] = field(default_factory=list)  # of a call without examples
 
     def __post_init__(self) -> None:
-        self._versions = [leaf._version for leaf in self.leaves if not leaf.is_inference()]
+        self._versions = versions(self.leaves)
+
+    def made(self, results: Sequence[Tensor]) -> None:
+        """Note what a call without examples has made."""
+        self.results = list(results)
 
     @property
     def name(self) -> str:
@@ -49,7 +54,7 @@ class FunctionCall:
 
     def refuse_changed(self) -> None:
         """Raise if an argument was changed in place since."""
-        if self._versions != [leaf._version for leaf in self.leaves if not leaf.is_inference()]:
+        if self._versions != versions(self.leaves):
             raise Unseparable(f"an input of {self.name} was changed in place later on")
 
     def rebuilt(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -454,7 +459,7 @@ def pulled_back(
 
 def _through_norm(call: FunctionCall, use: Use, count: int) -> list[tuple[Tensor, Use]] | None:
     """Of functions that weight and spectral norm are made of, without holding a gradient; None: it is another one."""
-    if call.function is torch._weight_norm and len(call.args) == 3 and call.args[2] == 0:
+    if call.function is weight_norm and len(call.args) == 3 and call.args[2] == 0:
         v, g, _ = call.args
         found = normed.weight_norm(use, v, g)
         return None if found is None else list(zip((v, g), found, strict=True))

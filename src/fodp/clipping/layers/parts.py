@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fodp.support.torch_internals import DisableTorchFunction
+
 Step = Callable[[Tensor, tuple[Tensor, ...], list[Tensor], bool], tuple[Tensor, ...]]
 
 
@@ -26,7 +28,7 @@ def in_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 def _trains(value: Any) -> bool:
     """Whether there is a tensor with a gradient in it."""
     if isinstance(value, Tensor):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return value.requires_grad
     return isinstance(value, tuple | list) and any(map(_trains, value))
 

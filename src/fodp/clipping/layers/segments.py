@@ -83,16 +83,11 @@ class Ragged:
         self.parts, self.count = [(owners.to(device, non_blocking=True), use) for owners, use in parts], count
         self.slack: Tensor | None = None
 
-    @property
-    def exact(self) -> bool:
-        """Whether gradients that are held are float64, see `Outer`."""
-        return all(use.exact for _, use in self.parts if isinstance(use, Outer))
-
-    @exact.setter
-    def exact(self, wanted: bool) -> None:
+    def hold_exactly(self) -> None:
+        """Hold gradients in float64, see `Outer`."""
         for _, use in self.parts:
             if isinstance(use, Outer):
-                use.exact = wanted
+                use.hold_exactly()
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per owner."""

@@ -23,9 +23,11 @@ CHUNK_ENTRIES = 1 << 21
 HELD_ENTRIES = 1 << 23
 # A ghost norm that rounding may move by more than this share of its square is measured again in float64.
 _ILL_CONDITIONED = 0.02
+_TINY = torch.finfo(torch.float64).tiny
 # A factor with a larger squared norm counts as not finite: what clipping leaves of the other may be no float32.
 _LARGEST = 2.0**180
 _BLOCK = 1 << 13
+_WIDE = (torch.float32, torch.float64)
 
 
 class Use(Protocol):
@@ -53,12 +55,15 @@ class Use(Protocol):
 
 def wide(tensor: Tensor) -> Tensor:
     """At least float32."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return tensor if tensor.dtype in _WIDE else tensor.float()
 
 
 def square_sums(rows: Tensor) -> Tensor:
     """Squared Euclidean norm of each row, in float64: the rounding of float32 sums would hide many small entries."""
     flat = rows if rows.dim() == 2 else rows.flatten(1)
+    if flat.numel() <= CHUNK_ENTRIES and flat.shape[1] < 2 * _BLOCK:  # in one piece, one block
+        norms: Tensor = torch.linalg.vector_norm(flat.double(), dim=1)
+        return norms.square_()
     squares = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
     for start, stop in chunks(*flat.shape):
         squares[start:stop] = _norms(flat[start:stop].double()).square_()
@@ -82,7 +87,8 @@ class Dense:
     slack: Tensor | None = None  # summed as they were measured
 
     def __init__(self, gradients: Tensor):
-        self.gradients = wide(gradients if gradients.dim() > 1 else gradients.unsqueeze(1))  # a single number
+        gradients = gradients if gradients.dim() > 1 else gradients.unsqueeze(1)  # of a single number
+        self.gradients = gradients if gradients.dtype in _WIDE else gradients.float()
 
     def squared_norms(self) -> Tensor:
         """‖G_i‖² per example."""
@@ -118,7 +124,8 @@ class Product:
     slack: Tensor | None = None  # no sums within an example
 
     def __init__(self, inputs: Tensor, back: Tensor):
-        self.inputs, self.back = wide(inputs), wide(back)
+        self.inputs = inputs if inputs.dtype in _WIDE else inputs.float()
+        self.back = back if back.dtype in _WIDE else back.float()
 
     def squared_norms(self) -> Tensor:
         """‖back_i‖²·‖input_i‖²."""
@@ -158,15 +165,21 @@ class Outer:
     groups·fan_out rows of fan_in entries.
     """
 
+    _exact = False  # whether gradients that are held are float64
+
     def __init__(self, inputs: Tensor, back: Tensor):
         self._inputs = wide(inputs)
         self.back = wide(back)
         self._held: Tensor | None = None  # small per-example gradients, kept from the norms to the sum
         self.slack: Tensor | None = None
 
-    # Whether gradients that are held are to be float64. In float32 a library rounds them by where their factors lie in
-    # memory (MKL), so by the other examples, and a sum over examples in float64 would not be exact.
-    exact = False
+    def hold_exactly(self) -> None:
+        """Hold gradients in float64.
+
+        In float32 a library rounds them by where their factors lie in memory (MKL), so by the other examples, and a
+        sum over examples in float64 would not be exact.
+        """
+        self._exact = True
 
     def inputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The layer's inputs of some examples, [b, groups, T, fan_in]."""
@@ -265,7 +278,7 @@ class Outer:
         return square_sums(held)
 
     def _to_hold(self, *shape: int) -> Tensor:
-        return self.back.new_empty(shape, dtype=torch.float64 if self.exact else None)
+        return self.back.new_empty(shape, dtype=torch.float64 if self._exact else None)
 
     def add_weighted(self, out: Tensor, weights: Tensor, accumulate: bool) -> None:
         """One product of inputs with re-weighted back-signals, written straight into the flat vector."""
@@ -304,10 +317,11 @@ class Outer:
 
 def product_of_squares(left: Tensor, right: Tensor) -> Tensor:
     """‖left_i‖²·‖right_i‖². A factor too small for its square must not hide what the other one makes of it."""
-    squares = [square_sums(rows).clamp_(min=torch.finfo(torch.float64).tiny) for rows in (left, right)]
+    first, second = square_sums(left).clamp_(min=_TINY), square_sums(right).clamp_(min=_TINY)
     if left.dtype == torch.float32:
-        squares = [values.masked_fill(values > _LARGEST, math.inf) for values in squares]
-    return squares[0] * squares[1]
+        first.masked_fill_(first > _LARGEST, math.inf)
+        second.masked_fill_(second > _LARGEST, math.inf)
+    return first.mul_(second)
 
 
 def _lengths(rows: Tensor) -> Tensor:
