@@ -426,7 +426,7 @@ def unlooked_at(model: nn.Module, loss_fn: Any, dataset: Any, the_plan: fodp.Pla
     trainer = plain_trainer(model, balanced if loss_fn is losses else loss_fn, dataset, the_plan)
     engine = trainer.source.engine
     engine._checked = True
-    engine._examine = lambda batch: None
+    engine._examine = lambda *_: None
     return trainer
 
 
