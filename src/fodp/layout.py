@@ -1,7 +1,8 @@
 """One flat vector over the trainable parameters, in `model.parameters()` order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,15 @@ class Layout:
         counts = [p.numel() for p in self.parameters]
         starts = accumulate([0, *counts[:-1]])
         self._places = [(p.shape, _strides(p.shape), at) for p, at in zip(self.parameters, starts, strict=True)]
+
+    @contextmanager
+    def in_double(self) -> Iterator[None]:
+        """Vectors are float64 here, as for a model that is float64 for a while."""
+        before, self.dtype = self.dtype, torch.float64
+        try:
+            yield
+        finally:
+            self.dtype = before
 
     def empty(self) -> Tensor:
         """A fresh flat vector, not filled."""

@@ -4,7 +4,7 @@ from fodp.clipping.advice import check, fix
 from fodp.clipping.batches import Batch
 from fodp.clipping.clipper import Clipper, clipped_sum
 from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.findings import Finding
+from fodp.clipping.findings import Issue
 from fodp.clipping.layers.rules import register_rule
 from fodp.gradients import FLOAT_TOLERANCE, Gradients
 
@@ -13,8 +13,8 @@ __all__ = [
     "Batch",
     "Clipper",
     "Engine",
-    "Finding",
     "Gradients",
+    "Issue",
     "LossFunction",
     "check",
     "clipped_sum",

@@ -9,7 +9,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fodp.clipping.batches import Batch
 from fodp.clipping.engine import Engine, LossFunction
-from fodp.clipping.findings import Finding, seen_from_outside, summed_up
+from fodp.clipping.findings import Issue, seen_from_outside, summed_up
 from fodp.errors import ConfigurationError
 from fodp.support import checks
 
@@ -21,7 +21,7 @@ _PATHS = {
 }
 
 
-def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Batch | None = None) -> list[Finding]:
+def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Batch | None = None) -> list[Issue]:
     """List what prevents private training of `model` (errors) or is good to know (notes).
 
     Without a batch it looks from outside: an empty list is good, and what many modules share is one finding. With
@@ -46,7 +46,7 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Batch | 
             engine.uses(batch)
     problem, advice = _PATHS[engine.path]
     reasons = [str(warning.message).partition(": ")[2] for warning in said if engine.path == "loop"][:1]
-    return [*findings, Finding("note", "model", problem, "; ".join([advice, *reasons]))]
+    return [*findings, Issue("note", "model", problem, "; ".join([advice, *reasons]))]
 
 
 class Frozen(nn.Module):

@@ -31,9 +31,9 @@ from fodp.clipping.layers.segments import Segments, by_owner
 from fodp.clipping.layers.uses import Use
 from fodp.clipping.loss_form import refuse_criterion, refuse_joint
 from fodp.clipping.precision import Caller, switched_on
-from fodp.clipping.recording import Layers, Recording
+from fodp.clipping.recording import LayerRecording, Recording
 from fodp.clipping.remembered import Outside
-from fodp.clipping.watching import Plan, Unseen, Watch, learned
+from fodp.clipping.watching import Axes, Unseen, Watch, learned
 from fodp.draws import Pass, Site, Unkeyable
 from fodp.errors import PrivacyError
 from fodp.gradients import HERE, Points
@@ -71,7 +71,7 @@ class Engine:
         # Layers are recorded by their modules if all have a rule, which costs least; else every function that is given
         # a parameter is watched.
         self._by_module = all(type(module) in RULES for module in self._owners)
-        self._plan: Plan | None = None  # where the examples lie in what the functions take and give
+        self._axes: Axes | None = None  # where the examples lie in what the functions take and give
         # Harmless in evaluation mode only; model.train() may come any time.
         self._watched = any(isinstance(m, _BatchNorm | _InstanceNorm) for m in model.modules())
         self.half_precision = False
@@ -304,7 +304,7 @@ class Engine:
         def targets() -> list[Any]:
             return made[-1].targets()
 
-        if not self._by_module and self._plan is None:
+        if not self._by_module and self._axes is None:
             self._learn(batch)
         try:
             losses, gradients = self.differentiate(batch, targets, recording)
@@ -316,9 +316,9 @@ class Engine:
     def _recording(self, catch: Callable[[Tensor], Any] = get_gradient_edge) -> Recording:
         """For one forward pass; `catch(output)` says how the gradient of an output will be known."""
         if self._by_module:
-            return Layers(self._owners, catch)
-        assert self._plan is not None
-        return Watch(self.layout.parameters, self._plan, catch)
+            return LayerRecording(self._owners, catch)
+        assert self._axes is not None
+        return Watch(self.layout.parameters, self._axes, catch)
 
     def _learn(self, batch: Batch) -> None:
         """Find out where the examples lie in what the functions take and give, from copies of the first row."""
@@ -328,7 +328,7 @@ class Engine:
             self.differentiate(take(keyed, torch.zeros(copies, dtype=torch.int64)), lambda: (), mode)
 
         found = learned(self.layout.parameters, run)
-        self._plan = found if self._plan is None else self._plan.with_more(found)
+        self._axes = found if self._axes is None else self._axes.with_more(found)
 
     def _take_loop(self, reason: str) -> None:
         self._loop = True

@@ -12,7 +12,7 @@ from fodp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Finding:
+class Issue:
     """One thing found in a model; an `error` stops private training, a `note` only costs speed."""
 
     level: Literal["error", "note"]
@@ -24,39 +24,39 @@ class Finding:
         return f"{self.level}: {self.where}: {self.problem}; {self.advice}"
 
 
-def seen_from_outside(model: nn.Module) -> list[Finding]:
+def seen_from_outside(model: nn.Module) -> list[Issue]:
     """What can be told of a model without running it: errors and notes."""
     findings = [found for name, module in model.named_modules() for found in _look_at(name or "model", module)]
     if _is_divided(model):
         problem = "divided among processes (fully_shard, or DTensor parameters)"
         advice = "train it unsharded, in one process or several: a sharded source comes back in the next release"
-        findings.append(Finding("error", "model", problem, advice))
+        findings.append(Issue("error", "model", problem, advice))
     if not any(p.requires_grad for p in model.parameters()):
         problem = "no parameter is trainable"
         advice = "set requires_grad=True on what should be trained, of a frozen layer layer.requires_grad_(True)"
-        findings.append(Finding("error", "model", problem, advice))
+        findings.append(Issue("error", "model", problem, advice))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             advice = "run the model once on dummy input before training"
-            findings.append(Finding("error", name, "a lazy parameter without a shape", advice))
+            findings.append(Issue("error", name, "a lazy parameter without a shape", advice))
         elif parameter.is_complex():
             advice = "use two real parameters, for the real and the imaginary part"
-            findings.append(Finding("error", name, "a complex parameter", advice))
+            findings.append(Issue("error", name, "a complex parameter", advice))
         elif parameter.device.type == "mps":
             advice = "train on the CPU or on CUDA"
-            findings.append(Finding("error", name, "on a device without float64, in which norms are summed", advice))
+            findings.append(Issue("error", name, "on a device without float64, in which norms are summed", advice))
         elif parameter.is_meta or parameter.numel() == 0:
             advice = "build the model with real weights, and layers of at least one unit"
-            findings.append(Finding("error", name, "a parameter without numbers", advice))
+            findings.append(Issue("error", name, "a parameter without numbers", advice))
         elif parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             advice = "norms, noise and releases are float32 all the same"
-            findings.append(Finding("note", name, f"a {parameter.dtype} parameter", advice))
+            findings.append(Issue("note", name, f"a {parameter.dtype} parameter", advice))
     return findings
 
 
-def summed_up(findings: list[Finding]) -> list[Finding]:
+def summed_up(findings: list[Issue]) -> list[Issue]:
     """The same in many places once, with the first place, how many more there are, and the last."""
-    kinds: dict[tuple[str, str, str], list[Finding]] = {}
+    kinds: dict[tuple[str, str, str], list[Issue]] = {}
     for finding in findings:
         kinds.setdefault((finding.level, finding.problem, finding.advice), []).append(finding)
     return [
@@ -82,24 +82,24 @@ def _is_divided(model: nn.Module) -> bool:
     return any(kind.__name__ in ("FSDPModule", "DTensor") for kind in kinds)
 
 
-def _look_at(name: str, module: nn.Module) -> list[Finding]:
-    found: list[Finding] = []
+def _look_at(name: str, module: nn.Module) -> list[Issue]:
+    found: list[Issue] = []
     kind = type(module).__name__
     if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
         advice = "use GroupNorm or LayerNorm, or freeze it in evaluation mode (layer.eval())"
-        found.append(Finding("error", name, f"{kind} in training mode mixes the examples of a lot", advice))
+        found.append(Issue("error", name, f"{kind} in training mode mixes the examples of a lot", advice))
     elif isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
         advice = "use track_running_stats=False"
-        found.append(Finding("error", name, f"{kind} stores un-noised statistics of private data", advice))
+        found.append(Issue("error", name, f"{kind} stores un-noised statistics of private data", advice))
     compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
     if compiled and any(parameter.requires_grad for parameter in module.parameters()):
         advice = "train the module as it is written (model._orig_mod) and compile frozen parts, by part.compile()"
-        found.append(Finding("note", name, "compiled, and traced anew by every recorded pass", advice))
+        found.append(Issue("note", name, "compiled, and traced anew by every recorded pass", advice))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
             advice = "drop max_norm"
-            found.append(Finding("error", name, "max_norm rewrites the table outside the private release", advice))
+            found.append(Issue("error", name, "max_norm rewrites the table outside the private release", advice))
         if module.scale_grad_by_freq:
             advice = "drop scale_grad_by_freq"
-            found.append(Finding("error", name, "scale_grad_by_freq mixes the examples of a lot", advice))
+            found.append(Issue("error", name, "scale_grad_by_freq mixes the examples of a lot", advice))
     return found

@@ -72,7 +72,7 @@ class LayerCall:
         return [(own[name], use) for name, use in found.items() if name in own]
 
 
-class Layers:
+class LayerRecording:
     """Records the calls of layers with a rule. One hook on all modules costs less than one each.
 
     `catch(output)` says how the gradient of an output will be known; None: this call is not recorded.
@@ -82,7 +82,7 @@ class Layers:
         self._owners, self._catch, self._calls = owners, catch, list[LayerCall]()
         self.half_precision = False
 
-    def __enter__(self) -> "Layers":
+    def __enter__(self) -> "LayerRecording":
         self._handle = register_module_forward_hook(self._note, with_kwargs=True)
         return self
 

@@ -126,7 +126,7 @@ def _others(engine: "Engine", batch: Keyed) -> list[Keyed]:
     rows = batch_size(batch)
     most = min(rows, rows_at_once(batch), _TOGETHER)
     alone = [take(batch, slice(row, row + 1)) for row in range(1, min(rows, _OTHERS + 1))]
-    return alone if engine._loop or most < 2 else [*alone, take(batch, slice(0, most))]
+    return alone if engine.path == "loop" or most < 2 else [*alone, take(batch, slice(0, most))]
 
 
 def _before_and_after(engine: "Engine", one: Keyed, others: Sequence[Keyed]) -> list[Seen]:
@@ -447,16 +447,15 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _in_double(engine: "Engine") -> Iterator[None]:
     """The model, and vectors of its gradients, in float64; afterwards exactly as before."""
-    model, layout = engine.model, engine.layout
+    model = engine.model
     parts = (model, *engine.outside.found.modules, *engine.outside.found.shells)
     held = {id(t): t for part in parts for t in (*part.parameters(), *part.buffers())}
     saved = [(t, t.data) for t in held.values() if t.is_floating_point()]
-    dtype, layout.dtype = layout.dtype, torch.float64
     try:
         for tensor, value in saved:
             tensor.data = value.double()
-        yield
+        with engine.layout.in_double():
+            yield
     finally:
-        layout.dtype = dtype
         for tensor, value in saved:
             tensor.data = value

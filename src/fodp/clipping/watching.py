@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from fodp.clipping.fallback import Place, Unseparable
+from fodp.clipping.layers.attention_and_rnn import in_parts
 from fodp.clipping.layers.combine import merged
 from fodp.clipping.layers.functions import FunctionCall, pulled_back, uses_of
-from fodp.clipping.layers.parts import in_parts
 from fodp.clipping.layers.rules import has_registered, is_own
 from fodp.clipping.layers.uses import Use
 from fodp.clipping.recording import LayerCall
@@ -41,18 +41,18 @@ _SET = torch.Tensor.__setitem__
 
 
 @dataclass(frozen=True)
-class Plan:
+class Axes:
     """Where the examples lie in what functions take and give, by function, parameters and numbers of dimensions."""
 
     places: dict[Any, tuple[Places, Places]] = field(default_factory=dict)
 
-    def with_more(self, other: "Plan") -> "Plan":
+    def with_more(self, other: "Axes") -> "Axes":
         """What both say; what they say differently is not known."""
         both, mine, others = self.places | other.places, self.places, other.places
-        return Plan({key: found for key, found in both.items() if mine.get(key, found) == others.get(key, found)})
+        return Axes({key: found for key, found in both.items() if mine.get(key, found) == others.get(key, found)})
 
 
-def learned(parameters: Sequence[Tensor], run: Callable[[int, Callable[[], TorchFunctionMode]], Any]) -> Plan:
+def learned(parameters: Sequence[Tensor], run: Callable[[int, Callable[[], TorchFunctionMode]], Any]) -> Axes:
     """Where the examples lie, from `run(copies, mode)`, which runs the model on copies of a row under a new mode()."""
     shapes: list[_Shapes] = []
     found: list[_Learning] = []
@@ -67,7 +67,7 @@ def learned(parameters: Sequence[Tensor], run: Callable[[int, Callable[[], Torch
 
     run(2, first)
     run(3, second)
-    return found[-1].plan()
+    return found[-1].axes()
 
 
 class _Mode(TorchFunctionMode):
@@ -251,9 +251,9 @@ class _Learning(_Tracking):
         if set(places) | set(made) == {None}:
             _add_derived(self.shared, key, FunctionCall(func, args, kwargs, leaves, places), outputs)
 
-    def plan(self) -> Plan:
+    def axes(self) -> Axes:
         """What was learned; a function that takes the same parameter in two ways cannot be told."""
-        return Plan({key: next(iter(found)) for key, found in self._found.items() if len(found) == 1})
+        return Axes({key: next(iter(found)) for key, found in self._found.items() if len(found) == 1})
 
 
 def _grown(two: torch.Size, three: Tensor) -> Place | None:
@@ -290,9 +290,9 @@ def _add_derived(shared: _Shared, key: Any, call: FunctionCall, outputs: Sequenc
 class Watch(_Tracking):
     """Records, in one forward pass, each function that makes something for each example of a shared tensor."""
 
-    def __init__(self, parameters: Sequence[Tensor], plan: Plan, catch: Callable[[Tensor], Any] = get_gradient_edge):
+    def __init__(self, parameters: Sequence[Tensor], axes: Axes, catch: Callable[[Tensor], Any] = get_gradient_edge):
         super().__init__(parameters)
-        self._plan, self._catch = plan, catch
+        self._axes, self._catch = axes, catch
         self.calls: list[FunctionCall | LayerCall] = []
         self.half_precision = False
 
@@ -313,9 +313,9 @@ class Watch(_Tracking):
             return
         leaves = _tensors((args, kwargs))
         key = self.shared.key(func, leaves)
-        if key not in self._plan.places:
+        if key not in self._axes.places:
             raise Unseen(f"{_name(func)} uses a parameter in a way that was not seen before")
-        places, made = self._plan.places[key]
+        places, made = self._axes.places[key]
         call = FunctionCall(func, args, kwargs, leaves, places)
         if set(places) | set(made) == {None}:
             return _add_derived(self.shared, key, call, outputs)

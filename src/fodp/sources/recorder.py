@@ -352,7 +352,7 @@ class Recorder(Engine):
             self._pass = OwnPass(self.site, self._source, self.lot.records)
         if not self._by_module:
             self._close()  # it may have been open until this lot was looked at
-            if rows and self._plan is not None:
+            if rows and self._axes is not None:
                 self._record_from_here()
 
     def _on_model_return(self, output: Any) -> None:
@@ -474,7 +474,7 @@ class Recorder(Engine):
                     self._take_loop("what it draws cannot be told apart by example")
                 if rows > 1:
                     self._look_at_pairs(batch)
-                elif not self._by_module and self._plan is None:
+                elif not self._by_module and self._axes is None:
                     self._learn(batch)
                 self._look_at_losses(batch)
         except Unseparable as reason:

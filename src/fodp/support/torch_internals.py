@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # A context in which no function mode is asked, not even for an attribute of a tensor.

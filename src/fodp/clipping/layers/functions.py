@@ -254,8 +254,7 @@ def _layer_norm(call: FunctionCall, back: Back) -> Answer:
 
 
 def _rms_norm(call: FunctionCall, back: Back) -> Answer:
-    given = call.named("input", "normalized_shape", "weight", "eps")
-    given.bias = None
+    given = call.named("input", "normalized_shape", "weight", "eps", "bias")  # which it never has
     return _scale_and_shift(call, given, back, lambda x: F.rms_norm(x, given.normalized_shape, eps=given.eps))
 
 

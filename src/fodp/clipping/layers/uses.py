@@ -72,10 +72,10 @@ def square_sums(rows: Tensor) -> Tensor:
 
 def _norms(flat: Tensor) -> Tensor:
     """Of rows in float64, long ones block by block, without a temporary of squares."""
-    whole = flat.shape[1] // _BLOCK * _BLOCK
-    if whole > _BLOCK:
-        blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
-        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+    in_blocks = flat.shape[1] // _BLOCK * _BLOCK
+    if in_blocks > _BLOCK:
+        blocks = torch.linalg.vector_norm(flat[:, :in_blocks].unflatten(1, (-1, _BLOCK)), dim=2)
+        rest = torch.linalg.vector_norm(flat[:, in_blocks:], dim=1, keepdim=True)
         flat = torch.cat([blocks, rest], 1)
     norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
     return norms
