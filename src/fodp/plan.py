@@ -246,6 +246,21 @@ class Plan:
 
         The ε of first steps holds if the run was to end there before it began. A run that is stopped because of
         what was seen has the ε of the whole plan.
+
+        Args:
+            delta: another δ than the plan's.
+            steps: the first steps only.
+
+        Returns:
+            ε, infinite where no finite one holds.
+
+        Raises:
+            PrivacyError: the plan has fewer steps.
+
+        Example:
+            >>> plan = Plan(public_size=60000, batch=512, epochs=20, noise_multiplier=1.0, method="dp-sgd")
+            >>> plan.epsilon(steps=100) < plan.epsilon() < plan.epsilon(delta=1e-9)
+            True
         """
         phases = self._events if steps is None else accounting.truncate(self._events, steps)
         return accounting.epsilon_of(phases, self.delta if delta is None else delta, self.accountant)
@@ -254,9 +269,25 @@ class Plan:
     def calibrated(cls, *, target_epsilon: float, **public: Any) -> "Plan":
         """The plan whose noise multiplier is the smallest that keeps ε at or below the target.
 
-        Takes every other field of a plan. Moves the method's one noise number and nothing else, but for parameters
-        that were left to the plan (`bands` of fo-noise): these are chosen for the least noise at the target, and of
-        choices within 1% of each other the first, which takes the least memory.
+        Calibration moves the method's one noise number and nothing else, but for parameters that were left to the plan
+        (`bands` of fo-noise): these are chosen for the least noise at the target, and of choices within 1% of each
+        other the first, which takes the least memory.
+
+        Args:
+            target_epsilon: the ε that is not exceeded.
+            public: every other keyword of a plan.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigurationError: for what a plan refuses, and for a noise_multiplier.
+            BudgetError: no noise meets the target.
+
+        Example:
+            >>> plan = Plan.calibrated(target_epsilon=8, public_size=60000, batch=512, epochs=2, method="dp-sgd")
+            >>> 7.9 < plan.epsilon() <= 8
+            True
         """
         checks.positive("target_epsilon", target_epsilon)
         if "noise_multiplier" in public:
@@ -275,14 +306,10 @@ class Plan:
         return found
 
     def _calibrated(self, target_epsilon: float) -> "Plan":
-        template = self
         found = accounting.calibrate_scale(
-            lambda noise: replace(template, noise_multiplier=noise).events(),
-            target_epsilon,
-            template.delta,
-            template.accountant,
+            lambda noise: replace(self, noise_multiplier=noise).events(), target_epsilon, self.delta, self.accountant
         )
-        return replace(template, noise_multiplier=found)
+        return replace(self, noise_multiplier=found)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values: `Plan(**d)` makes the same plan. Without people, nothing about them is listed."""
@@ -309,7 +336,18 @@ class Plan:
     def statement(self, *, steps: int | None = None, epsilon: float | None = None) -> str:
         """The guarantee in plain English: what it covers, and what it does not.
 
-        `steps` is where the run was fixed beforehand to end, `epsilon` a smaller ε that a budget guarantees.
+        Args:
+            steps: where the run was fixed beforehand to end, if that is not the plan's end.
+            epsilon: a smaller ε that a budget guarantees.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> plan = Plan(public_size=60000, batch=512, epochs=20, noise_multiplier=1.0, method="dp-sgd")
+            >>> print(plan.statement())
+            This run is (2.594, 2e-06)-differentially private.
+            Unit: one training example. ...
         """
         return statement(self, steps=steps, epsilon=epsilon)
 

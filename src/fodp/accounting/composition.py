@@ -38,6 +38,22 @@ def epsilon_of(phases: Sequence[Phase], delta: float, accountant: str = "pld") -
 
     Guarantee: the run is (ε, δ)-differentially private for adding or removing one record. Never negative,
     0 for no steps. Schedules with more than 128 different events are rounded to slightly costlier ones.
+
+    Args:
+        phases: the events of all steps, fixed in advance.
+        delta: δ, between 0 and 1.
+        accountant: "pld" (tight), "rdp" or "rdp-classic" (the paper's formula).
+
+    Returns:
+        ε, infinite where no finite one holds.
+
+    Raises:
+        ConfigurationError: for a δ or an accountant that does not exist.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, epsilon_of
+        >>> round(epsilon_of([Phase((Event(0.04, 1.1),), 6250)], 1e-5), 1)
+        21.1
     """
     _check(delta, accountant)
     return _cost(tally(phases), delta, accountant)
@@ -48,6 +64,24 @@ def epsilon_curve(phases: Sequence[Phase], delta: float, accountant: str, points
 
     Guarantee: each value is an upper bound for that prefix, as `epsilon_of(truncate(phases, n), …)`, but all
     are computed in one pass. It holds for stopping there by plan, not because of what the data showed.
+
+    Args:
+        phases: the events of all steps, fixed in advance.
+        delta: δ, between 0 and 1.
+        accountant: as for `epsilon_of`.
+        points: numbers of steps, none smaller than the one before it.
+
+    Returns:
+        One ε for each point.
+
+    Raises:
+        PrivacyError: points decrease, or are more than the steps that are planned.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, epsilon_curve
+        >>> curve = epsilon_curve([Phase((Event(0.04, 1.1),), 100)], 1e-5, "pld", [0, 50, 100])
+        >>> [round(value, 1) for value in curve]
+        [0.0, 1.8, 2.3]
     """
     _check(delta, accountant)
     planned = sum(phase.steps for phase in phases)
@@ -78,6 +112,22 @@ def epsilon_for_group(phases: Sequence[Phase], delta: float, k: int) -> float:
     for each step: the number of the person's records in a lot is binomial (Ganesh 2024). Where records take turns,
     those of one person may have different ones, and what they add to a round is no longer one release: there it is
     what follows from the ε of one record, whatever the mechanism.
+
+    Args:
+        phases: the events of all steps, fixed in advance.
+        delta: δ, the same for the person as for a record.
+        k: how many records the person has.
+
+    Returns:
+        ε, infinite where no finite one holds.
+
+    Raises:
+        ConfigurationError: δ does not lie between 0 and 1, or k is no whole number from 1 on.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, epsilon_for_group
+        >>> round(epsilon_for_group([Phase((Event(0.04, 1.1),), 100)], 1e-5, 2), 1)
+        5.0
     """
     checks.open_fraction("delta", delta)
     checks.whole("k", k)
@@ -110,6 +160,21 @@ def epsilon_replace_one(phases: Sequence[Phase], delta: float) -> float:
 
     Guarantee: the run is (ε, δ)-differentially private under replace-one adjacency, which is about twice as
     strong a demand as add-or-remove. Why the pair of distributions behind it suffices: `LossAccountant`.
+
+    Args:
+        phases: the events of all steps, fixed in advance.
+        delta: δ, between 0 and 1.
+
+    Returns:
+        ε, infinite where no finite one holds.
+
+    Raises:
+        ConfigurationError: δ does not lie between 0 and 1.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, epsilon_replace_one
+        >>> round(epsilon_replace_one([Phase((Event(0.04, 1.1),), 100)], 1e-5), 1)
+        3.3
     """
     checks.open_fraction("delta", delta)
     return _cost(tally(phases), delta, replace=True)
@@ -120,6 +185,18 @@ def rdp_curve(phases: Sequence[Phase]) -> tuple[Floats, Floats]:
 
     Guarantee: (order, value)-Rényi differential privacy for adding or removing one record. Unlike ε these
     values may be added up over runs that were chosen after seeing earlier results (a privacy filter).
+
+    Args:
+        phases: the events of all steps.
+
+    Returns:
+        The orders, and the bound at each of them, as two arrays.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, rdp_curve
+        >>> orders, bounds = rdp_curve([Phase((Event(1.0, 2.0),), 3)])
+        >>> bool((bounds >= 3 * orders / 8).all())  # three Gaussian releases: order / (2·2²) each
+        True
     """
     spent = RenyiAccountant()
     for (rate, noise), count in tally(phases):
@@ -141,7 +218,20 @@ def epsilon(
 
     Guarantee: (ε, δ)-differential privacy for adding or removing one record, under Poisson sampling. Each
     argument but δ may be a sequence with one value per phase of the run; single numbers hold for all phases.
-    Without `beta` this is DP-SGD; a `Plan`, whose default method is FO-DP-SGD, has β = 0.9 unless it says otherwise.
+
+    Args:
+        noise_multiplier: σ, the noise's standard deviation over the clip norm.
+        sampling_rate: the probability q of each record to be drawn in a step.
+        steps: how many steps.
+        delta: δ, between 0 and 1.
+        beta: β of FO-DP-SGD; 1 is DP-SGD.
+        accountant: "pld" (tight), "rdp" or "rdp-classic" (the paper's formula).
+
+    Returns:
+        ε, infinite where no finite one holds.
+
+    Raises:
+        ConfigurationError: for numbers that do not fit, all of them in one message.
 
     Example:
         >>> round(epsilon(noise_multiplier=1.1, sampling_rate=0.04, steps=6250, delta=1e-5, beta=0.9), 1)
@@ -168,6 +258,21 @@ def calibrate(
     Guarantee: `epsilon` at the returned σ is at most the target and at least 99% of it. Rate, steps and β may
     be sequences with one value per phase; σ is the same in all phases.
 
+    Args:
+        target_epsilon: the ε that is not exceeded.
+        sampling_rate: the probability q of each record to be drawn in a step.
+        steps: how many steps.
+        delta: δ, between 0 and 1.
+        beta: β of FO-DP-SGD; 1 is DP-SGD.
+        accountant: "pld" (tight), "rdp" or "rdp-classic" (the paper's formula).
+
+    Returns:
+        σ, the noise multiplier.
+
+    Raises:
+        ConfigurationError: for numbers that do not fit, all of them in one message.
+        BudgetError: no noise meets the target.
+
     Example:
         >>> sigma = calibrate(target_epsilon=8, sampling_rate=0.04, steps=100, delta=1e-5)
         >>> epsilon(noise_multiplier=sigma, sampling_rate=0.04, steps=100, delta=1e-5) <= 8
@@ -188,11 +293,27 @@ def calibrate_scale(
 ) -> float:
     """The smallest noise x, to within 1% of ε, at which `phases_at(x)` costs at most `target_epsilon`.
 
-    `price` says what phases cost where it is not the ε of making them once.
+    Guarantee: the returned x was itself evaluated and its ε is not above the target.
 
-    Guarantee: the returned x was itself evaluated and its ε is not above the target. More noise must not
-    cost more. Releases that do not depend on x may be among the phases; if they, or anything else, keep ε
-    above the target at any noise, this refuses.
+    Args:
+        phases_at: the events at a noise; more noise must not cost more. Some may not depend on it.
+        target_epsilon: the ε that is not exceeded.
+        delta: δ, between 0 and 1.
+        accountant: as for `epsilon_of`.
+        price: what phases cost, where it is not the ε of making them once.
+
+    Returns:
+        The noise x.
+
+    Raises:
+        BudgetError: ε stays above the target at any noise.
+        PrivacyError: ε stays below the target without noise.
+
+    Example:
+        >>> from fodp.accounting import Event, Phase, calibrate_scale
+        >>> noise = calibrate_scale(lambda x: [Phase((Event(0.04, x),), 100)], 2.0, 1e-5)
+        >>> 1.9 < epsilon_of([Phase((Event(0.04, noise),), 100)], 1e-5) <= 2.0
+        True
     """
     target = checks.positive("target_epsilon", target_epsilon)
     _check(delta, accountant)

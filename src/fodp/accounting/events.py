@@ -63,6 +63,13 @@ def rounded_up(value: float, digits: int = 4) -> str:
 
     A guarantee that is rounded to nearest claims, half of the time, more than holds.
 
+    Args:
+        value: ε or δ.
+        digits: how many significant digits are shown.
+
+    Returns:
+        The number as a text.
+
     Example:
         >>> rounded_up(1.23412), rounded_up(0.5), rounded_up(1e-05)
         ('1.235', '0.5', '1e-05')
@@ -80,6 +87,19 @@ def joint(*multipliers: float) -> float:
     Guarantee: the releases side by side are one Gaussian release with this multiplier. Counting them as
     separate events would be wrong, since they share the lot and its luck. An infinite multiplier, that of a query which
     no record can change, costs nothing.
+
+    Args:
+        multipliers: zᵢ, the noise of each release over its bound.
+
+    Returns:
+        z, infinite if all are.
+
+    Raises:
+        PrivacyError: there is none, or one is not above 0.
+
+    Example:
+        >>> round(joint(3.0, 4.0), 6)
+        2.4
     """
     if not multipliers:
         raise PrivacyError("joint() needs at least one noise multiplier")
@@ -88,7 +108,22 @@ def joint(*multipliers: float) -> float:
 
 
 def truncate(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
-    """The first `steps` steps of `phases`."""
+    """The first steps of a plan's events.
+
+    Args:
+        phases: the events of all steps.
+        steps: how many of them.
+
+    Returns:
+        The events of those steps.
+
+    Raises:
+        PrivacyError: fewer steps are planned.
+
+    Example:
+        >>> truncate([Phase((Event(0.1, 1.0),), 9)], 4)
+        (Phase(events=(Event(sampling_rate=0.1, noise_multiplier=1.0),), steps=4, turns=1),)
+    """
     checks.whole("steps", steps, minimum=0)
     prefix: list[Phase] = []
     left = steps
@@ -105,7 +140,19 @@ def truncate(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
 
 
 def after(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
-    """What is left of `phases` after the first `steps` steps; a round that is cut in two counts in both parts."""
+    """What is left of a plan's events after its first steps; a round that is cut in two counts in both parts.
+
+    Args:
+        phases: the events of all steps.
+        steps: how many of them are left out.
+
+    Returns:
+        The events of the other steps.
+
+    Example:
+        >>> after([Phase((Event(0.1, 1.0),), 9)], 4)
+        (Phase(events=(Event(sampling_rate=0.1, noise_multiplier=1.0),), steps=5, turns=1),)
+    """
     left: list[Phase] = []
     for phase in phases:
         skipped = min(steps, phase.steps)
@@ -116,7 +163,18 @@ def after(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
 
 
 def phases_to_data(phases: Sequence[Phase]) -> list[list[object]]:
-    """Phases as plain values: [[[q, noise multiplier], …], steps] each, with a third value where records take turns."""
+    """Phases as plain values: [[[q, noise multiplier], …], steps] each, with a third value where records take turns.
+
+    Args:
+        phases: the events of all steps.
+
+    Returns:
+        Lists that JSON can hold.
+
+    Example:
+        >>> phases_to_data([Phase((Event(0.1, 1.0),), 9)])
+        [[[[0.1, 1.0]], 9]]
+    """
     return [
         [[[e.sampling_rate, e.noise_multiplier] for e in phase.events], phase.steps]
         + ([phase.turns] if phase.turns > 1 else [])
@@ -125,7 +183,21 @@ def phases_to_data(phases: Sequence[Phase]) -> list[list[object]]:
 
 
 def phases_from_data(data: Sequence[Sequence[object]]) -> tuple[Phase, ...]:
-    """The inverse of `phases_to_data`; refuses what is not a list of phases."""
+    """The inverse of `phases_to_data`.
+
+    Args:
+        data: lists as that function makes them.
+
+    Returns:
+        The phases.
+
+    Raises:
+        PrivacyError: the lists are no phases.
+
+    Example:
+        >>> phases_from_data([[[[0.1, 1.0]], 9]])[0].steps
+        9
+    """
     try:
         return tuple(
             Phase(tuple(Event(q, z) for q, z in events), *counts)  # type: ignore[attr-defined, arg-type]

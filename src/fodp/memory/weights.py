@@ -25,6 +25,18 @@ def noise_floor(std: float, size: int, gamma: float) -> float:
     """Norm that the EMA trend has when releases are nothing but noise: std·√(D·γ/(2-γ)).
 
     The scale on which κ and ζ mean something: below it a trend says nothing about the gradient.
+
+    Args:
+        std: the standard deviation of a release's noise.
+        size: the number D of trained numbers.
+        gamma: γ of the trend.
+
+    Returns:
+        The norm.
+
+    Example:
+        >>> round(noise_floor(std=1.1, size=1_000_000, gamma=0.1))
+        252
     """
     return std * math.sqrt(size * gamma / (2 - gamma))
 

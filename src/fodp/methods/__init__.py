@@ -48,7 +48,27 @@ METHODS: dict[str, type[Method]] = {
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Add a method of your own to the table (usable as a class decorator)."""
+    """Add a method of your own to the table, for every door; usable as a class decorator.
+
+    Args:
+        method: a class that derives from `Method` and has a name of its own.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigurationError: the name is in the table already.
+
+    Example:
+        >>> import fodp
+        >>> from fodp.methods.dp_sgd import DPSGD
+        >>> @fodp.register
+        ... class Mine(DPSGD):
+        ...     name, summary = "mine", "DP-SGD under another name."
+        >>> fodp.Plan(public_size=1000, batch=50, steps=9, noise_multiplier=1.0, method="mine").method
+        'mine'
+        >>> _ = fodp.methods.METHODS.pop("mine")
+    """
     if method.name in METHODS:
         raise ConfigurationError(f"a method named {method.name!r} is in the table already: choose another name")
     METHODS[method.name] = method
@@ -56,7 +76,21 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def find(name: str) -> type[Method]:
-    """The method of this name, or a refusal that lists the names."""
+    """The method of this name.
+
+    Args:
+        name: its name, as in `fodp methods`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigurationError: no method has this name; the message lists the names.
+
+    Example:
+        >>> find("dp-sgd").summary
+        'The canonical baseline; momentum optional.'
+    """
     return METHODS[checks.one_of("method", name, METHODS)]
 
 

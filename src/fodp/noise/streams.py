@@ -53,7 +53,23 @@ _injected: ContextVar[bytes | None] = ContextVar("injected", default=None)
 
 @contextmanager
 def keyed_from(key: bytes) -> Iterator[None]:
-    """Secure streams that are made in here take this key: for audits of secure runs, which are private no longer."""
+    """Secure streams that are made in here take this key: for audits of secure runs, which are private no longer.
+
+    Args:
+        key: 32 bytes.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        PrivacyError: the key has another length.
+
+    Example:
+        >>> with keyed_from(bytes(32)):
+        ...     one, other = Streams.secure(), Streams.secure()
+        >>> bool((one.words(3, 0, "masks") == other.words(3, 0, "masks")).all())
+        True
+    """
     if len(key) != 32:
         raise PrivacyError(f"a key has 32 bytes, got {len(key)}")
     token = _injected.set(key)

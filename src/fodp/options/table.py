@@ -116,7 +116,15 @@ def register(kind: str, word: str, option: type[Option]) -> type[Option]:
 
 
 def unregister(kind: str, word: str) -> None:
-    """Take an option of your own out of the table."""
+    """Take an option of your own out of the table.
+
+    Args:
+        kind: which choice it is for, a key of `KINDS`.
+        word: its word in the flat spelling.
+
+    Example:
+        >>> unregister("average", "mine")  # there is none, and nothing happens
+    """
     OPTIONS[:] = [row for row in OPTIONS if (row.kind, row.word) != (kind, word)]
 
 
