@@ -1,7 +1,9 @@
-"""Shared settings: one torch thread per worker, so that the two test processes do not fight for cores."""
+"""Shared settings: one thread for each test process and for what it starts, so that they do not fight for cores."""
 
 import os
 import tempfile
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by NumPy, SciPy and PyTorch as they load, also in children
 
 import pytest
 import torch

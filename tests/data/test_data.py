@@ -450,7 +450,7 @@ class TestDownload:
         folder.mkdir()
         handler = partial(Quiet, directory=str(folder))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-            thread = threading.Thread(target=running.serve_forever)
+            thread = threading.Thread(target=running.serve_forever, args=(0.01,))  # seconds until it ends
             thread.start()
             yield folder, f"http://127.0.0.1:{running.server_address[1]}"
             running.shutdown()

@@ -13,6 +13,7 @@ import pytest
 from fodp.errors import PrivacyError
 from fodp.methods import METHODS
 from fodp_lab.paper import runner
+from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.runner import Runner
 from test_experiments import lines, tiny
@@ -36,12 +37,12 @@ fodp.register(Mine)
 """
 
 
-RUNS = 20  # enough that on a busy machine too some are left when the first have been seen
+RUNS = 40  # enough that on a busy machine too some are left when the first have been seen
 
 
-def without_time(path):
+def without_time(records):
     """Records by their keys, without what a clock says."""
-    return {line["key"]: {k: v for k, v in line.items() if k not in ("seconds", "at")} for line in lines(path)}
+    return {record["key"]: {k: v for k, v in record.items() if k not in ("seconds", "at")} for record in records}
 
 
 def start(script, path, *words):
@@ -80,7 +81,7 @@ def table_of_methods():
 
 
 @pytest.mark.usefixtures("table_of_methods")
-def test_the_same_records_as_by_processes_and_a_module_of_the_users_own(tmp_path, monkeypatch):
+def test_the_same_records_as_here_and_a_module_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "seen").mkdir()
     (tmp_path / "method_for_ray.py").write_text(MODULE)
     monkeypatch.setenv("SEEN_BY", str(tmp_path / "seen"))
@@ -91,42 +92,43 @@ def test_the_same_records_as_by_processes_and_a_module_of_the_users_own(tmp_path
     appended = []
     append = Records.append
     monkeypatch.setattr(Records, "append", lambda self, record: (appended.append(os.getpid()), append(self, record)))
-    for path, ray in ((tmp_path / "ray.jsonl", "local"), (tmp_path / "processes.jsonl", None)):
-        with Runner(path, 2, quiet=True, modules=["method_for_ray"], ray=ray) as there:
-            there.run(specs, "both ways")
-    assert without_time(tmp_path / "ray.jsonl") == without_time(tmp_path / "processes.jsonl")
-    assert appended == [os.getpid()] * 8
+    path = tmp_path / "ray.jsonl"
+    with Runner(path, 2, quiet=True, modules=["method_for_ray"], ray="local") as there:
+        there.run(specs, "on Ray")
+    here = {spec.key: json.loads(json.dumps(execute(spec))) for spec in specs}
+    assert without_time(lines(path)) == without_time(here.values())
+    assert appended == [os.getpid()] * len(specs)
     assert {int(file.name) for file in (tmp_path / "seen").iterdir()} > {os.getpid()}  # workers have imported it
 
 
-def test_a_worker_killed_in_the_middle_costs_nothing_but_time(tmp_path):
-    path = tmp_path / "r.jsonl"
-    process = start(tmp_path / "go.py", path)
-    wait_for_records(process, path, 1)
+def test_stopped_killed_and_a_worker_killed(tmp_path):
+    """Three drivers, one after the other: what ends before its time costs nothing but time."""
+    path, script = tmp_path / "r.jsonl", tmp_path / "go.py"
+    written = ""
+    for how in (signal.SIGINT, signal.SIGKILL):
+        process = start(script, path)
+        wait_for_records(process, path, written.count("\n") + 2)
+        process.send_signal(how)
+        code, said = process.wait(timeout=60), process.stderr.read()
+        if how == signal.SIGKILL:
+            assert code == -signal.SIGKILL
+        else:  # Ray itself may fail a check of its own on the interrupt, before Python tells of it
+            assert code != 0
+            assert "KeyboardInterrupt" in said or "task_manager.cc" in said, said
+        before, written = written, path.read_text()
+        assert written.startswith(whole_lines(before))  # nothing lost or rewritten
+        assert 2 <= len(Records(path)) < RUNS, "it came too late to show anything"
+    process = start(script, path)
+    wait_for_records(process, path, written.count("\n") + 1)
     os.kill(a_worker_of(process.pid), signal.SIGKILL)
     assert process.wait(timeout=240) == 0, process.stderr.read()
-    assert sorted(record["key"] for record in lines(path)) == sorted(tiny(seed=s, steps=100).key for s in range(RUNS))
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_and_started_again(tmp_path, how):
-    path = tmp_path / "r.jsonl"
-    process = start(tmp_path / "go.py", path)
-    wait_for_records(process, path, 2)
-    process.send_signal(how)
-    code, said = process.wait(timeout=60), process.stderr.read()
-    if how == signal.SIGKILL:
-        assert code == -signal.SIGKILL
-    else:  # Ray itself may fail a check of its own on the interrupt, before Python tells of it
-        assert code != 0
-        assert "KeyboardInterrupt" in said or "task_manager.cc" in said, said
-    before = path.read_text()
-    assert 2 <= len(Records(path)) < RUNS, "it came too late to show anything"
-    again = start(tmp_path / "go.py", path)
-    assert again.wait(timeout=240) == 0, again.stderr.read()
-    assert path.read_text().startswith(before[: before.rindex("\n") + 1])  # nothing lost or rewritten
+    assert path.read_text().startswith(whole_lines(written))
     keys = [json.loads(line)["key"] for line in path.read_text().splitlines() if line.endswith("}")]
-    assert len(keys) == len(set(keys)) == RUNS
+    assert sorted(keys) == sorted(tiny(seed=seed, steps=100).key for seed in range(RUNS))
+
+
+def whole_lines(text):
+    return text[: text.rfind("\n") + 1]
 
 
 def test_a_record_of_other_code_is_not_kept(tmp_path, monkeypatch):

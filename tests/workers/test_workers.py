@@ -18,8 +18,10 @@ from workers_for_tests import die, refuse, who
 def on_ray():
     pytest.importorskip("ray", reason="ray is not installed")
     pool = open_pool(2, "local")
-    yield pool
-    pool.close(at_once=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)  # workers set their own number of threads
+        yield pool
+        pool.close(at_once=False)
 
 
 @pytest.fixture(scope="module")
