@@ -187,7 +187,7 @@ class TestMeasuring:
     def test_a_peer_that_fails_is_named_and_the_others_go_on(self):
         peer = Contender("opacus nonsense", "opacus", dict(mode="nonsense"))
         plain = next(c for c in CONTENDERS if c.name == PLAIN)
-        measured = measure.table("embedding", [peer, plain], 2, 1, 0.01, 1, lambda text: None)
+        measured = measure.table("embedding", [peer, plain], 1, 1, 0.01, 1, lambda text: None)
         assert set(measured["contenders"]) == {PLAIN}
         assert "Error" in measured["failed"]["opacus nonsense"]
 

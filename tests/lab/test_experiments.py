@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -107,8 +108,24 @@ class TestRecords:
         assert len(lines(tmp_path / "r.jsonl")) == 2  # append-only
 
 
+class Here:
+    """A pool that computes in this process, at once."""
+
+    jobs = 1
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(json.loads(json.dumps(function(*arguments))))
+        return future
+
+    def close(self, *, at_once):
+        pass
+
+
+@pytest.mark.usefixtures("table_of_methods")
 class TestRunner:
     def test_nothing_is_computed_twice(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(runner, "open_pool", lambda *_: Here())
         path = tmp_path / "r.jsonl"
         a, b = tiny(), tiny(seed=1)
         with Runner(path, 1, quiet=True) as first:
@@ -132,7 +149,7 @@ class TestRunner:
                 second.run([tiny()], "second")
             assert not path.exists()
 
-    def test_killed_and_started_again(self, tmp_path):
+    def test_killed_and_started_again(self, tmp_path, monkeypatch):
         path = tmp_path / "r.jsonl"
         script = tmp_path / "go.py"
         script.write_text(
@@ -141,7 +158,7 @@ class TestRunner:
             "from test_experiments import tiny\n"
             "if __name__ == '__main__':\n"
             "    with Runner(sys.argv[1], 1, quiet=True) as runner:\n"
-            "        runner.run([tiny(seed=seed, steps=60) for seed in range(12)], 'killed')\n"
+            "        runner.run([tiny(seed=seed, steps=60) for seed in range(24)], 'killed')\n"
         )
         folder = os.path.dirname(__file__)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
@@ -156,14 +173,25 @@ class TestRunner:
         process.wait()
         kept = lines(path)[:2]
         before = path.read_text()
-        assert len(Records(path)) < 12, "the kill came too late to show anything"
-        subprocess.run(words, env=environment, check=True)
+        assert len(Records(path)) < 24, "the kill came too late to show anything"
+        monkeypatch.setattr(runner, "open_pool", lambda *_: Here())
+        specs = [tiny(seed=seed, steps=60) for seed in range(24)]
+        with Runner(path, 1, quiet=True) as again:
+            again.run(specs, "again")
         assert path.read_text().startswith(before[: before.rindex("\n") + 1])  # nothing lost or rewritten
         whole = [record["key"] for record in Records(path)]
-        assert sorted(whole) == sorted(tiny(seed=seed, steps=60).key for seed in range(12))
+        assert sorted(whole) == sorted(spec.key for spec in specs)
         keys = [json.loads(line)["key"] for line in path.read_text().splitlines() if line.endswith("}")]
-        assert len(keys) == len(set(keys)) == 12  # nothing repeated
+        assert len(keys) == len(set(keys)) == 24  # nothing repeated
         assert kept == lines(path)[:2]
+
+    def test_a_record_of_other_code_is_not_kept(self, tmp_path, monkeypatch):
+        path = tmp_path / "r.jsonl"
+        monkeypatch.setattr(runner, "open_pool", lambda *_: Here())
+        monkeypatch.setattr(runner, "code_of", lambda spec: "other")
+        with pytest.raises(PrivacyError, match="install the same fodp"), Runner(path, 1, quiet=True) as one:
+            one.run([tiny()], "old workers")
+        assert not path.exists()
 
 
 class TestCodeVersion:

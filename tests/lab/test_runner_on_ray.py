@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fodp.errors import PrivacyError
-from fodp.methods import METHODS
-from fodp_lab.paper import runner
 from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.runner import Runner
@@ -71,15 +68,6 @@ def wait_for_records(process, path, count):
         time.sleep(0.02)
 
 
-@pytest.fixture
-def table_of_methods():
-    """The table is afterwards what it was: other tests must not see what this one adds."""
-    before = dict(METHODS)
-    yield
-    for name in METHODS.keys() - before.keys():
-        del METHODS[name]
-
-
 @pytest.mark.usefixtures("table_of_methods")
 def test_the_same_records_as_here_and_a_module_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "seen").mkdir()
@@ -129,13 +117,6 @@ def test_stopped_killed_and_a_worker_killed(tmp_path):
 
 def whole_lines(text):
     return text[: text.rfind("\n") + 1]
-
-
-def test_a_record_of_other_code_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "code_of", lambda spec: "other")
-    with pytest.raises(PrivacyError, match="install the same fodp"), Runner(tmp_path / "r.jsonl", 1, quiet=True) as one:
-        one.run([tiny()], "old workers")
-    assert not (tmp_path / "r.jsonl").exists()
 
 
 def a_worker_of(driver):
