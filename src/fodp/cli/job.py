@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fodp.accounting.sizes import completed as completed_sizes
 from fodp.accounting.sizes import steps_of, usual_delta
+from fodp.cli import features
 from fodp.data.cards import default_rate
+from fodp.data.more_cards import known_cards
 from fodp.data.schema import read_schema
 from fodp.errors import ConfigurationError, LedgerError
 from fodp.support import checks
@@ -25,13 +27,13 @@ DEFAULTS: dict[str, Any] = dict(dataset="digits", model="mlp", clip_norm=1.0, ac
 
 _NUMBERS = ("sampling_rate", "steps", "delta")
 _TABLES = (".csv", ".tsv")
-_OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads")
+_OF_THE_COMMAND = ("command", "run", "out", "json", "quiet", "data_dir", "threads", "features_cache")
 
 
 def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     """The options. None has a default here, so that what the user said can be told from what was left open."""
     add = parser.add_argument
-    add("--dataset", metavar="NAME", help="digits (default), cifar10, cifar100 or svhn")
+    add("--dataset", metavar="NAME", help=f"digits (default), {', '.join([*known_cards()][1:])}")
     add("--model", metavar="NAME", help="mlp (default), cnn, logistic, or module:function of your own")
     add(
         "--method",
@@ -71,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: float) -> None:
     )
     own.add_argument("--assume-size", "--public-size", type=int, metavar="N", help="public size of the data")
     own.add_argument("--classes", type=int, metavar="N", help="of an .npz: public number of classes")
+    features.add_options(parser)
     people = parser.add_argument_group("people with several records (docs/people.md)")
     people.add_argument(
         "--records-per-person", type=int, metavar="M", help="protect people; use M records of each a step"
@@ -169,7 +172,7 @@ def load_data(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     for option in ("test_data", "public_sample"):
         if option in config:
             refuse_private_file(f"--{option.replace('_', '-')}", config[option], config["dataset"])
-    splits = _load_records(config, options)
+    splits = features.applied(config, options, _load_records(config, options))
     _compare(config, splits)
     if config.get("records_per_person") is None:
         for option in ("owners", "person_gradient", "assume_people"):
@@ -202,7 +205,7 @@ def _compare(config: dict[str, Any], splits: "Splits") -> None:
 
 def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Splits":
     """The data; a method that scores its proposals gets a public held-out part of it."""
-    from fodp.data import CARDS, load
+    from fodp.data import load
     from fodp.data.loading import refuse_other_kind
     from fodp.data.models import wants_flat
     from fodp.methods import find
@@ -220,13 +223,13 @@ def _load_records(config: dict[str, Any], options: argparse.Namespace) -> "Split
     words: dict[str, Any] = dict(
         assume_size=config.get("assume_size"),
         classes=config.get("classes"),
-        flatten=wants_flat(config["model"]),
+        flatten=wants_flat(config["model"]) and "features" not in config,
         progress=not options.quiet,
     )
     splits = load(config["dataset"], options.data_dir, **words)
     if not method.has_acceptance_test or len(splits.validation):
         return splits
-    if config["dataset"] not in CARDS:
+    if config["dataset"] not in known_cards():
         raise _no_held_out_part(config)
     # A sixth of the data is declared public and held out, and the public card says so.
     return load(config["dataset"], options.data_dir, train_size=splits.card.train_size * 5 // 6, **words)
