@@ -249,7 +249,7 @@ WRONG = {
     "unknown command": (["trian"], "trian"),
     "unknown option": (["train", "--epsilon", "3"], "--epsilon"),
     "not a number": (["train", "--target-epsilon", "four"], "four"),
-    "unknown data set": (["train", *QUICK, "--dataset", "mnist"], "digits"),
+    "unknown data set": (["train", *QUICK, "--dataset", "emnist"], "digits"),
     "unknown method": (["train", *QUICK, "--method", "sgd"], "fo-dp-sgd"),
     "unknown model": (["train", *QUICK, "--model", "resnet"], "mlp"),
     "unknown parameter": (["train", *QUICK, "--set", "betta=1"], "beta"),
