@@ -100,8 +100,8 @@ def _module(config: dict[str, Any], card: "Card") -> "nn.Module":
     if name == "fourier":
         return RandomFourier(card.features, _FOURIER)
     if name == "scattering":
-        _image_shape(name, card)
-        return nn.Sequential(Scattering(card.shape[1:]), Grouped(27))
+        _, height, width = _image_shape(name, card)
+        return nn.Sequential(Scattering((height, width)), Grouped(27))
     if name == "efficientnet-lite0":
         if _image_shape(name, card)[0] not in (1, 3) or not card.is_uint8:
             raise ConfigurationError(f"{name} wants grey or colour images as uint8, and {card.name} has others")
