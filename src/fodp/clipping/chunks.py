@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fodp.clipping.batches import Batch, batch_size, rows_at_once, sizes_of, take
+from fodp.clipping.batches import Batch, Keyed, Parts, batch_size, sizes_of, take
 from fodp.clipping.engine import Engine
 from fodp.clipping.layers.segments import Ragged
 from fodp.clipping.layers.uses import HELD_ENTRIES, Dense, Outer, Use
@@ -57,7 +57,7 @@ class Chunks:
             rows = batch_size(self.batch)
             if rows % self.copies:
                 raise PrivacyError(f"the rows of the batch are not {self.copies} copies of each example")
-            at_once = self._at_once(rows // self.copies) * self.copies
+            at_once = self._at_once(rows) * self.copies
             if rows <= at_once:  # the usual case; a batch without rows has no chunk
                 sizes = sizes_of(self.batch)
                 spans = [(0, rows, rows // self.copies if sizes is None else len(sizes))] if rows else []
@@ -91,11 +91,14 @@ class Chunks:
         if owners:
             yield start, stop, owners
 
-    def _at_once(self, examples: int) -> int:
-        rows = rows_at_once(self.batch)  # fewer than all if they are still to be fetched, whatever the micro-batch
+    def _at_once(self, rows: int) -> int:
+        """How many examples at once, given that there are so many rows."""
+        is_empty = not rows
+        if isinstance(self.batch, Keyed) and isinstance(self.batch.rows, Parts):
+            rows = self.batch.rows.at_once  # of rows that are still to be fetched, whatever the micro-batch
         if self.microbatch is not None:
             return max(1, min(self.microbatch, rows // self.copies))
-        recorded = self.engine.most_rows(self.batch) if examples else None
+        recorded = None if is_empty else self.engine.most_rows(self.batch)
         return max(1, (rows if recorded is None else min(rows, recorded)) // self.copies)
 
     def _measured(self, uses: list[Use | None], examples: int) -> "UsesChunk":

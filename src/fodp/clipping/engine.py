@@ -278,7 +278,7 @@ class Engine:
                     for parameter, use in uses if coefficient == 1 else _scaled(uses, coefficient):
                         by_parameter[parameter].append(use)
                     del uses
-            found = [merged(uses) if uses else None for uses in by_parameter.values()]
+            found = merged_each(by_parameter.values())
             segments = _segments(batch, copies)
             if segments is not None:
                 return [None if use is None else by_owner(use, segments) for use in found]
@@ -286,8 +286,8 @@ class Engine:
 
     def _record(self, batch: Batch) -> Iterable[tuple[int, Use]]:
         """Forward and backward once: (parameter id, use) for every use."""
-        count = batch_size(batch)
-        recording, _, gradients = self._recorded_pass(batch)
+        recording, losses, gradients = self._recorded_pass(batch)
+        count = losses.shape[0]
         self.half_precision = self.half_precision or recording.half_precision
         if self.rows_at_once is None:  # from what this batch records follows how large a part of a lot may be
             self.rows_at_once = max(1, _RECORDED_AT_ONCE * count // max(1, recording.numbers()))
@@ -336,6 +336,11 @@ class Engine:
             f"per-example gradients run one example at a time, which is slow: {reason}. Layers must keep the "
             "examples apart, in their first dimension, and parameters be used by their own modules only"
         )
+
+
+def merged_each(by_parameter: Iterable[list[Use]]) -> list[Use | None]:
+    """The merged use of each parameter; None: it was not used."""
+    return [uses[0] if len(uses) == 1 else merged(uses) if uses else None for uses in by_parameter]
 
 
 def _segments(batch: Batch, copies: int) -> Segments | None:

@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from fodp.clipping import self_check
 from fodp.clipping.batches import Batch, Keyed, batch_size, plain, take
-from fodp.clipping.engine import Engine
+from fodp.clipping.engine import Engine, merged_each
 from fodp.clipping.fallback import Unseparable
 from fodp.clipping.findings import refuse_errors
-from fodp.clipping.layers.combine import merged
 from fodp.clipping.layers.uses import Use
 from fodp.clipping.recording import Recording
 from fodp.clipping.self_check import tolerance
@@ -171,7 +170,7 @@ class Recorder(Engine):
                     f"({reason}): feed the loader's batch to the model, all of it and nothing else, examples first; or "
                     f"{TRAINER}"
                 ) from None
-        return [merged(uses) if uses else None for uses in by_parameter.values()]
+        return merged_each(by_parameter.values())
 
     def most_rows(self, batch: Batch) -> int | None:
         """All: the owner's passes have recorded the whole lot."""

@@ -94,9 +94,7 @@ def scaled(use: Use, factor: float) -> Use:
 
 def merged(uses: Sequence[Use]) -> Use:
     """Several uses of one parameter as one: their gradients add up before anything is squared."""
-    if len(uses) == 1:
-        return uses[0]
-    uses = _joined(uses)
+    uses = _joined(uses) if len(uses) > 1 else uses
     if len(uses) == 1:
         return uses[0]
     uses = [use.as_outer() if isinstance(use, Product) else use for use in uses]

@@ -319,9 +319,8 @@ def product_of_squares(left: Tensor, right: Tensor) -> Tensor:
     """‖left_i‖²·‖right_i‖². A factor too small for its square must not hide what the other one makes of it."""
     first, second = square_sums(left).clamp_(min=_TINY), square_sums(right).clamp_(min=_TINY)
     if left.dtype == torch.float32:
-        first.masked_fill_(first > _LARGEST, math.inf)
-        second.masked_fill_(second > _LARGEST, math.inf)
-    return first.mul_(second)
+        return (first * second).masked_fill_(torch.maximum(first, second) > _LARGEST, math.inf)
+    return first * second
 
 
 def _lengths(rows: Tensor) -> Tensor:
