@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fodp
+import walks
 from fodp.cli.main import main
 from fodp.cli.methods import markdown, method_rows
 from fodp.methods import METHODS
@@ -157,9 +158,11 @@ def test_the_methods_page_is_generated_from_the_table(monkeypatch):
 def test_the_ways_through_the_house_lead_past_names_that_exist():
     section = (ROOT / "docs/architecture.md").read_text().split("## Four ways")[1].split("\n## ")[0]
     ways = re.findall(r"^\*\*One .*?(?=^\*\*One |\Z)", section, re.MULTILINE | re.DOTALL)
-    assert len(ways) == 4
-    for way in ways:
+    assert len(ways) == len(walks.WALKS)
+    for way, (walk, most) in zip(ways, walks.WALKS.values(), strict=True):
         assert 5 <= len(re.findall(r"^\d+\. ", way, re.MULTILINE)) <= 10
+        assert f"at most {most.stations}" in way
+        assert not [station for station in walk().stations if not re.search(rf"`{station}\b", way)]
     for name in re.findall(r"`([a-z_.]+\.[A-Za-z_.]+)`", section):
-        if name != "fodp":
+        if not name.startswith(("sys.", "tests/")) and name != "fodp":
             assert pkgutil.resolve_name(f"fodp.{name}") is not None

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fodp
-from fodp import accounting, described
-from fodp.accounting import Event, Phase
+from fodp import accounting
+from fodp.accounting import Event, Phase, described
 from fodp.gradients import limits
 from fodp.methods import METHODS
 from fodp.support import checks

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from fodp import accounting
 from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.accounting.described import Described, protected_unit
 from fodp.accounting.sizes import CHECKS, SIZES, completed
-from fodp.described import Described, protected_unit
 from fodp.errors import ConfigurationError
 from fodp.methods import METHODS, Method, find, recipe
 from fodp.noise.banded import accumulated_noise

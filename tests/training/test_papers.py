@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import fodp
 from fodp.accounting.budget import Repetitions
+from fodp.accounting.described import Described
 from fodp.cli.main import main
-from fodp.described import Described
 from fodp.ledger import Ledger
 from fodp.ledger.card import card, summary
 from fodp.methods import recipe

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from fodp import accounting
 from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.accounting.described import Described
 from fodp.cli.job import add_import, public_numbers, public_plan
 from fodp.cli.waiting import slow_note
-from fodp.described import Described
 from fodp.errors import ConfigurationError
 from fodp.support.extras import need
 

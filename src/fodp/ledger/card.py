@@ -10,8 +10,8 @@ from typing import Any
 from fodp import accounting
 from fodp.accounting import Phase, phases_from_data, rounded_up
 from fodp.accounting.budget import RenyiBudget
+from fodp.accounting.described import Described
 from fodp.accounting.renyi import epsilon_from_rdp
-from fodp.described import Described
 from fodp.ledger.book import DATASETS, Ledger
 from fodp.ledger.checking import faults as faults
 from fodp.ledger.checking import repeated

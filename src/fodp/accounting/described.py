@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fodp.accounting import Phase, rounded_up
+from fodp.accounting.events import Phase, rounded_up
 
 ACCOUNTANT_NAMES = {
     "pld": "privacy loss distributions (tight)",
