@@ -642,14 +642,6 @@ def test_adambc_is_told_the_share_of_each_block():
     torch.testing.assert_close(squares, told, rtol=0.2, atol=0)
 
 
-@pytest.mark.parametrize("smoothing", SMOOTHING[1:], ids=["momentum", "doppler", "fractional"])
-@pytest.mark.parametrize("method", ["fo-dp-sgd", "fo-uniform", "fo-exponential", "post-fm-dp-sgd", "disk"])
-def test_adambc_is_refused_on_noise_that_is_filtered_twice(method, smoothing):
-    """Gains of two filters do not multiply: adambc would be told a wrong variance."""
-    with pytest.raises(fodp.PrivacyError, match="adambc"):
-        plan(method, {**smoothing, "update": "adambc"})
-
-
 class TestAnnealing:
     """sa-dpsgd's decisions on scripted scores; `k` so large that chance plays no part unless k is 0."""
 
@@ -690,16 +682,6 @@ class TestAnnealing:
 
     def test_a_score_that_is_not_a_number_is_a_rise(self):
         assert self.decisions([1.0, math.nan, 0.5], patience=5) == [True, False, True]
-
-    @pytest.mark.rule(14)
-    def test_without_a_public_score_it_says_what_is_missing(self):
-        with pytest.raises(fodp.PrivacyError, match="public_score"):
-            trajectory(trainer(plan("sa-dpsgd"), public_score=None))
-
-    @pytest.mark.rule(14)
-    def test_without_a_public_score_it_stops_before_the_first_step(self):
-        with pytest.raises(fodp.PrivacyError, match="public_score"):
-            trainer(plan("sa-dpsgd"), public_score=None)
 
 
 # --- 7. everyone learns --------------------------------------------------------------------------------------

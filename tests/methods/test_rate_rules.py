@@ -306,15 +306,3 @@ def test_a_plan_records_it():
 def test_what_it_does_not_understand_is_refused(method, params, says):
     with pytest.raises(ConfigurationError, match=says):
         plan(method, params)
-
-
-def test_it_is_not_for_a_rate_of_ones_own():
-    model = network()
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="rate_rule='transcript' in params and an optimizer"):
-        trainer(plan("dp-sgd", dict(rate_rule="transcript")), model, optimizer=own)
-    with pytest.raises(ConfigurationError, match="both would move the rate"):
-        trainer(
-            plan("dp-sgd", FOLLOWED),
-            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        )

@@ -231,19 +231,6 @@ class TestSchedule:
         second.resume(tmp_path / "c.pt")
         assert torch.equal(trajectory(first, 4), trajectory(second, 4))
 
-    def test_two_schedules_at_once_are_refused(self):
-        with pytest.raises(ConfigurationError, match="both would move the rate"):
-            trainer(
-                plan("dp-sgd", dict(lr_schedule="linear")),
-                scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-            )
-
-    def test_it_is_not_for_an_optimizer_of_ones_own(self):
-        model = network()
-        own = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigurationError, match="lr_schedule='linear' in params and an optimizer"):
-            trainer(plan("dp-sgd", dict(lr_schedule="linear")), model, optimizer=own)
-
     def test_a_plan_records_that_there_is_none(self):
         assert {"lr_schedule": "constant", "lr_warmup": 0}.items() <= plan("dp-sgd").params.items()
 
@@ -327,11 +314,3 @@ def test_wrong_rates_are_refused(params, says):
 def test_noise_without_a_limit_has_no_rule():
     with pytest.raises(ConfigurationError, match="no rule for bc_floor=0"):
         trainer(plan("dp-adambc", dict(bc_floor=0.0)))
-
-
-def test_an_optimizer_of_ones_own_has_a_rate_of_its_own():
-    """A plan without a rate goes with it; one that sets what the rule is made of does not."""
-    model = network()
-    trainer(plan("dp-sgd"), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match="in params and an optimizer of yours"):
-        trainer(plan("dp-sgd", dict(auto_ratio=1.0)), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -116,17 +116,50 @@ def test_several_processes_with_every_option_and_method_train_or_are_refused_by_
         return [chosen for chosen in ALONE if refused_by_the_table(*chosen)]
 
     first, second = in_ranks(2, of_rank)
-    assert first == second == [("dp-sgd", PEOPLE)]
+    assert first == second == [("dp-sgd", PEOPLE)]  # without owners
 
 
-def test_what_is_refused_of_a_door_is_refused_before_anything_is_charged(tmp_path):
+def own():
+    """An optimizer of the user's for the model of `by_trainer`."""
+    return lambda model: {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def of(**given):
+    """These arguments of the Trainer, whatever the model."""
+    return lambda model: given
+
+
+SCHEDULER = of(scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+GIVEN = [  # a plan, what the Trainer is given beside it, and the two that the refusal names
+    ("dp-sgd", dict(unit="person", records_per_person=2), of(), "unit='person'", "a run without owners"),
+    ("dp-sgd", {}, of(owners=list(range(20))), "unit='record'", "owners"),
+    ("sa-dpsgd", {}, of(), "sa-dpsgd, which scores its proposals on public data,", "a run without public_score"),
+    ("dp-adam", {}, own(), "dp-adam with its own update", "an optimizer of yours"),
+    ("dp-sgd", dict(params=dict(lr=5.0)), own(), "lr=5.0 in params", "an optimizer of yours"),
+    ("dp-sgd", dict(params=dict(auto_ratio=1.0)), own(), "auto_ratio=1.0 in params", "an optimizer of yours"),
+    ("dp-sgd", dict(params=dict(lr_schedule="linear")), own(), "lr_schedule='linear' in params", "an optimizer"),
+    ("dp-sgd", dict(params=dict(rate_rule="transcript")), own(), "rate_rule='transcript' in params", "an optimizer"),
+    ("dp-sgd", dict(params=dict(lr_schedule="linear")), SCHEDULER, "lr_schedule in params", "a scheduler"),
+    ("dp-sgd", dict(params=dict(rate_rule="transcript")), SCHEDULER, "rate_rule in params", "a scheduler"),
+]
+
+
+@pytest.mark.rule(14)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "fields", "given", "one", "other"), GIVEN)
+def test_what_the_trainer_was_given_is_refused_by_the_table_before_anything_is_charged(
+    tmp_path, method, fields, given, one, other
+):
     ledger = fodp.Ledger(tmp_path / "ledger.sqlite", dataset="d", budget=(10.0, 1e-3))
-    sizes = dict(public_size=20, batch=6, steps=3, noise_multiplier=1.0, method="dp-sgd")
-    people = fodp.Plan(**sizes, unit="person", records_per_person=2)
-    for plan, given in ((people, {}), (fodp.Plan(**sizes), dict(owners=range(20)))):
-        with pytest.raises(fodp.ConfigurationError, match=r"unit='(person|record)'.* do not go together: .*owners"):
-            fodp.Trainer(nn.Linear(3, 2), losses, DATA, plan, ledger=ledger, **given)
+    model = nn.Linear(3, 2)
+    plan = fodp.Plan(public_size=20, batch=6, steps=3, noise_multiplier=1.0, method=method, **fields)
+    with pytest.raises(fodp.ConfigurationError) as refused:
+        fodp.Trainer(model, losses, DATA, plan, ledger=ledger, **given(model))
+    assert str(refused.value).startswith(f"{one} and {other}")
     assert ledger.left("d") == 1.0
+    plain = fodp.Plan(public_size=20, batch=6, steps=3, noise_multiplier=1.0, method="dp-sgd")
+    if "owners" not in given(model):
+        fodp.Trainer(model, losses, DATA, plain, **given(model))  # goes with a plain plan
 
 
 def test_every_row_of_the_table_of_options_is_tried():

@@ -29,24 +29,7 @@ from fodp.accounting.events import (
 from fodp.accounting.running import RunningEpsilon
 
 __all__ = [
-    "ACCOUNTANTS",
-    "MOST_STEPS",
-    "Event",
-    "Phase",
-    "RunningEpsilon",
-    "Tally",
-    "after",
-    "calibrate",
-    "calibrate_scale",
-    "epsilon",
-    "epsilon_curve",
-    "epsilon_for_group",
-    "epsilon_of",
-    "epsilon_replace_one",
-    "joint",
-    "phases_from_data",
-    "phases_to_data",
-    "rdp_curve",
-    "rounded_up",
-    "truncate",
-]
+    "ACCOUNTANTS", "MOST_STEPS", "Event", "Phase", "RunningEpsilon", "Tally", "after", "calibrate", "calibrate_scale",
+    "epsilon", "epsilon_curve", "epsilon_for_group", "epsilon_of", "epsilon_replace_one", "joint", "phases_from_data",
+    "phases_to_data", "rdp_curve", "rounded_up", "truncate",
+]  # fmt: skip

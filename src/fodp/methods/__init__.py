@@ -6,45 +6,25 @@ The table drives the command line's choices, the common tests, the docs page and
 from fodp.errors import ConfigurationError
 from fodp.methods.adp_adamw import ADPAdamW
 from fodp.methods.base import Method
-from fodp.methods.block_dp_sgd import BlockDPSGD
 from fodp.methods.disk import DiSK
 from fodp.methods.dp_adam_ac import DPAdamAC
 from fodp.methods.dp_is import DPIS
 from fodp.methods.dp_sam import DPSAM
 from fodp.methods.dp_sat import DPSAT
 from fodp.methods.dp_sgd import DPSGD
+from fodp.methods.fo_ablations import FOExponential, FOUniform
 from fodp.methods.fo_dp_sgd import FODPSGD
-from fodp.methods.fo_exponential import FOExponential
 from fodp.methods.fo_noise import FONoise
-from fodp.methods.fo_uniform import FOUniform
 from fodp.methods.post_fm import PostFM
-from fodp.methods.presets import Doppler, DPAdam, DPAdamBC, DPAdamW
+from fodp.methods.presets import BlockDPSGD, Doppler, DPAdam, DPAdamBC, DPAdamW
 from fodp.methods.sa_dpsgd import SADPSGD
 from fodp.support import checks
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        DPSGD,
-        FODPSGD,
-        FOUniform,
-        FOExponential,
-        PostFM,
-        DPAdam,
-        DPAdamBC,
-        DPAdamW,
-        ADPAdamW,
-        DPIS,
-        DPSAM,
-        DPSAT,
-        DPAdamAC,
-        SADPSGD,
-        Doppler,
-        DiSK,
-        BlockDPSGD,
-        FONoise,
-    )
-}
+_IN_ORDER: tuple[type[Method], ...] = (
+    DPSGD, FODPSGD, FOUniform, FOExponential, PostFM, DPAdam, DPAdamBC, DPAdamW, ADPAdamW, DPIS, DPSAM, DPSAT, DPAdamAC,
+    SADPSGD, Doppler, DiSK, BlockDPSGD, FONoise,
+)  # fmt: skip
+METHODS: dict[str, type[Method]] = {method.name: method for method in _IN_ORDER}
 
 
 def register(method: type[Method]) -> type[Method]:

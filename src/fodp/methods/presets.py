@@ -54,3 +54,17 @@ class Doppler(DPSGD):
     reference = "Zhang, Bu, Hong & Razaviyayn, DOPPLER, NeurIPS 2024"
     advice = "Smoother steps that bear a larger learning rate; tune it again."
     defaults = MappingProxyType({"filter": "doppler"})
+
+
+class BlockDPSGD(DPSGD):
+    """The gradient of block l times b_l = min(1, √(w/inputs of l)), clipped as a whole; the release times b_l again.
+
+    The name that DP-SGD with `shape="fan-in"` had before every method could have it (`fodp.options.scaling`). b is
+    public, made of shapes alone, so sensitivity and event (q, σ) are DP-SGD's.
+    """
+
+    name = "block-dp-sgd"
+    summary = "DP-SGD with public weights per layer, before clipping and again after the release."
+    reference = "This library; of the family of group-wise clipping (He et al., ICLR 2023)"
+    advice = "Where the first layer is much wider than the others; `shape='fan-in'` gives it to every method."
+    defaults = MappingProxyType({"shape": "fan-in"})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fodp.errors import ConfigurationError
-from fodp.options.option import Option
+from fodp.options.option import Option, numbers
 from fodp.step import PublicNumbers
 from fodp.support import checks
 
@@ -67,33 +67,29 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class NoiseSchedule(Option):
+class _Factors(Option):
+    """An option whose numbers are public factors that change with the step."""
+
+    def __post_init__(self) -> None:
+        for name, factors in numbers(self).items():
+            object.__setattr__(self, name, checked(name, factors, checks.positive))
+
+    def in_short(self, steps: int, of: int) -> dict[str, Any]:
+        return {name: in_short(factors, steps, of) for name, factors in numbers(self).items()}
+
+
+@dataclass(frozen=True)
+class NoiseSchedule(_Factors):
     """Public factors on the noise multiplier, as pairs (first step, factor) from step 0 on."""
 
     noise_schedule: Schedule = 1.0
 
-    def __post_init__(self) -> None:
-        _check(self, "noise_schedule")
-
-    def in_short(self, steps: int, of: int) -> dict[str, Any]:
-        return {"noise_schedule": in_short(self.noise_schedule, steps, of)}
-
 
 @dataclass(frozen=True)
-class ClipSchedule(Option):
+class ClipSchedule(_Factors):
     """Public factors on the clip norm, as pairs (first step, factor) from step 0 on."""
 
     clip_schedule: Schedule = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self, "clip_schedule")
-
-    def in_short(self, steps: int, of: int) -> dict[str, Any]:
-        return {"clip_schedule": in_short(self.clip_schedule, steps, of)}
-
-
-def _check(option: Option, name: str) -> None:
-    object.__setattr__(option, name, checked(name, getattr(option, name), checks.positive))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""FO-DP-SGD with a uniform memory: a query-level design of the paper's ablation."""
+"""FO-DP-SGD with a uniform or an exponential memory: the query-level designs of the paper's ablation."""
 
 from dataclasses import dataclass
 
-from fodp.memory import UniformMemory
+from fodp.memory import ExponentialMemory, UniformMemory
 from fodp.methods.fo_dp_sgd import FODPSGD
 from fodp.options import schedule
 from fodp.options.schedule import Schedule
@@ -32,3 +32,26 @@ class FOUniform(FODPSGD):
 
     def init(self, plan: PublicNumbers, size: int) -> UniformMemory:
         return UniformMemory(self.params.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FOExponentialParams(FOUniformParams):
+    """β and K as in fo-uniform, and the decay γ_exp, for which the paper gives no value."""
+
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.open_fraction("decay", self.decay)
+
+
+class FOExponential(FODPSGD):
+    """s̃_t = β·s_t + (1-β)·(geometric average of the window) + N(0, σ²C²·I); event (q, σ/β)."""
+
+    name = "fo-exponential"
+    summary = "FO-DP-SGD with geometrically decaying weights (ablation)."
+    advice = "To see whether the shape of the memory matters."
+    Params = FOExponentialParams
+
+    def init(self, plan: PublicNumbers, size: int) -> ExponentialMemory:
+        return ExponentialMemory(self.params.window, self.params.decay)
