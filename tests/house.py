@@ -44,7 +44,7 @@ FOREIGN: dict[tuple[str, str], str] = {
     ("fodp/ledger/sqlite.py", "text_factory"): "how sqlite3's connections are told to decode texts",
 }
 
-OF_TUPLES = {"_replace", "_asdict", "_make", "_fields"}  # the public names of named tuples
+OF_TUPLES = {"_replace", "_asdict", "_make", "_fields", "_exit"}  # public names: of named tuples, and os._exit
 
 # Attributes that PyTorch and other packages mean to be set from outside.
 SETTABLE = {"grad", "data", "requires_grad", "__doc__", "__signature__", "__wrapped__", "__name__", "training"}

@@ -172,7 +172,7 @@ class TestTrain:
     def test_it_says_how_much_earlier_noise_is_kept_where_that_is_much(self, capsys, tmp_path, monkeypatch):
         words = ("train", "--target-epsilon", "4", "--epochs", "1", "--quiet", "--threads", "1")
         assert run(capsys, *words, "--out", str(tmp_path / "1"))[2] == ""
-        monkeypatch.setattr("fodp.cli.train._MUCH_MEMORY", 1e3)
+        monkeypatch.setattr("fodp.cli.papers.MUCH_MEMORY", 1e3)
         assert "correlated over 2 steps" in run(capsys, *words, "--out", str(tmp_path / "2"))[2]
         assert run(capsys, *words, "--method", "dp-sgd", "--out", str(tmp_path / "3"))[2] == ""
 
@@ -252,7 +252,10 @@ WRONG = {
     "unknown data set": (["train", *QUICK, "--dataset", "emnist"], "digits"),
     "unknown method": (["train", *QUICK, "--method", "sgd"], "fo-dp-sgd"),
     "unknown model": (["train", *QUICK, "--model", "resnet"], "mlp"),
-    "unknown parameter": (["train", *QUICK, "--set", "betta=1"], "beta"),
+    "unknown parameter": (
+        ["train", *QUICK, "--set", "betta=1"],
+        "no parameter 'betta'; it knows auto_ratio, average, average_decay, bands,",
+    ),
     "malformed --set": (["train", *QUICK, "--set", "beta"], "NAME=VALUE"),
     "beta out of range": (["train", *QUICK, "--method", "fo-dp-sgd", "--set", "beta=2"], "(0, 1]"),
     "negative noise": (["train", "--noise-multiplier", "-1"], "noise_multiplier"),

@@ -13,6 +13,8 @@ import fodp
 from fodp.audit.report import Report
 from fodp.callbacks import Callback
 from fodp.cli import methods
+from fodp.cli.commands import OWN
+from fodp.cli.exits import CODES
 from fodp.cli.main import main
 from fodp.ledger import Ledger
 from fodp.state import checkpoint
@@ -61,9 +63,15 @@ def on_the_page():
     return {int(code) for row in rows for code in row.split(",")}
 
 
-def test_the_page_lists_exactly_the_codes_that_there_are():
+def test_the_page_and_every_help_list_exactly_the_codes_that_there_are(capsys):
+    codes = {code for row in CODES for code in row}
     stopped = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
-    assert on_the_page() == {0, 1, 2, 70} | stopped
+    assert on_the_page() == codes == {0, 1, 2, 70} | stopped
+    for words in ([], *([command.name] for command in OWN)):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        shown = capsys.readouterr().out
+        assert all(f"  {', '.join(map(str, row))}: " in shown for row in CODES)
 
 
 @pytest.mark.rule(11)
@@ -199,4 +207,4 @@ def test_paths_that_are_no_text_work(tmp_path, capsys):
 def test_a_large_delta_is_met_with_a_sentence(tmp_path, capsys, delta, said):
     words = [*WORDS[2:], "--epochs", "0.2", "--delta", delta]
     assert main(["train", *words, "--out", str(tmp_path / "r")]) == 0
-    assert capsys.readouterr().err.count("is not below 1/1437, one over the public size") == said
+    assert capsys.readouterr().err.count("is above 0.00069, one over the 1.44e+03 records") == said

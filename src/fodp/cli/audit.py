@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, use_threads
+from fodp.cli.config import completed, defaults, given
+from fodp.cli.job import Job, use_threads
+from fodp.cli.options import CONFIGURATION, add, flag
 from fodp.errors import ConfigurationError, LedgerError, PrivacyError
 from fodp.support import checks
 from fodp.support.extras import MissingExtra
@@ -27,55 +29,51 @@ EPILOG = """examples:
 Exit code 0: consistent with the claim; 1: violation found; 2: something to mend in the command. "Consistent" is
 no proof. What an audit prints is computed from the data without noise: keep it as safe as the data."""
 
-_DEFAULTS: dict[str, Any] = dict(DEFAULTS, epochs=10.0)
-_OF_THE_ATTACK = ("run_folder", "attack", "trials", "canaries", "confidence", "seed")
+_DEFAULTS: dict[str, Any] = defaults(epochs=10.0)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp audit`."""
-    add = parser.add_argument
-    add("--run", metavar="DIR", dest="run_folder", help="audit the configuration of this run")
-    add_options(parser, epochs=_DEFAULTS["epochs"])
-    add("--attack", action="append", metavar="NAME", help="mechanism, sampling, replay, one-run; default all")
-    add("--trials", type=int, metavar="N", help="guesses per direction of the mechanism attack (default: by the noise)")
-    add("--canaries", type=int, metavar="M", default=1000, help="canaries of the one-run attack, default 1000")
-    add("--confidence", type=float, metavar="P", help="of the bounds; default 1 - 1e-6 for the whole audit")
-    add("--seed", type=int, default=0, help="of masks, noise and canaries, default 0; secure runs take a key from it")
-    add("--out", metavar="DIR", help="write audit.json and audit.png there")
-    add("--json", action="store_true", help="the last line on stdout is the report as JSON")
-    add("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--run", metavar="DIR", dest="run_folder", help="audit the configuration of this run")
+    told = {
+        "seed": "of masks, noise and canaries, default 0; secure runs take a key from it",
+        "out": "write audit.json and audit.png there",
+    }
+    names = f"{CONFIGURATION} attack trials canaries confidence seed threads out json quiet"
+    add(parser, names, told=told, epochs=_DEFAULTS["epochs"])
 
 
 def run(options: argparse.Namespace) -> int:
     """Attack, and say what was found."""
     config = _config(options)
-    checks.whole("--seed", options.seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
-    checks.whole("--canaries", options.canaries)
+    seed = options.seed or 0
+    canaries = checks.whole("--canaries", options.canaries)
+    checks.whole("--seed", seed, minimum=0, maximum=2**62)  # small numbers are added to it; PyTorch takes 2^63
     if options.trials is not None:
         checks.whole("--trials", options.trials)
 
     import torch
 
     from fodp import audit
-    from fodp.data.models import build, loss_for
+    from fodp.data.models import loss_for
 
     if options.out is not None:
         _make(Path(options.out))  # before the work, not after it
     use_threads(options)
-    splits = load_data(config, options)
-    plan = make_plan(config, splits)
-    torch.manual_seed(options.seed)
-    canaries = audit.random_canaries(splits.train, options.canaries, splits.card.classes, seed=options.seed)
-    asked: dict[str, Any] = {"trials": options.trials, "seed": options.seed, "attacks": options.attack or audit.ATTACKS}
+    job = Job.of(config, data_dir=options.data_dir, features_cache=options.features_cache, quiet=bool(options.quiet))
+    plan, splits = job.plan(), job.splits
+    torch.manual_seed(seed)
+    asked: dict[str, Any] = {"trials": options.trials, "seed": seed, "attacks": options.attack or audit.ATTACKS}
     if options.confidence is not None:
         asked["confidence"] = options.confidence
+    chosen = audit.random_canaries(splits.train, canaries, splits.card.classes, seed=seed)
     with _bars(options.quiet) as progress:
         report = audit.audit(
             plan,
-            build(config["model"], splits.card),
+            job.model(),
             loss_for(splits.card),
             splits.train,
-            canaries,
+            chosen,
             owners=splits.owners,
             progress=progress,
             **asked,
@@ -85,14 +83,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    said = given(options, apart=_OF_THE_ATTACK)
+    said = given(options, apart=("seed",))
     if options.run_folder is not None:
         from fodp.runs.folder import RunFolder
 
         if said:
-            option = "--" + next(iter(said)).replace("_", "-")
             raise ConfigurationError(
-                f"--run audits the configuration of that run: leave out {option}, or leave out --run"
+                f"--run audits the configuration of that run: leave out {flag(next(iter(said)))}, or leave out --run"
             )
         said = RunFolder(options.run_folder).read_config()
         if "plan" not in said:

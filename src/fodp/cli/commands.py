@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from fodp.cli import audit, export, ledger, methods, privacy, train, tune
+from fodp.cli import audit, export, ledger, methods, predict, privacy, train, tune
 from fodp.errors import PrivacyError
 
 GROUP = "fodp.commands"  # entry points, each a `Command`
@@ -48,6 +48,7 @@ OWN = (
     Command("ledger", "What was spent on which data, and what is left.", ledger.options, ledger.run, ledger.EPILOG),
     Command("tune", "Search for parameters, sealed: only the best run leaves.", tune.options, tune.run, tune.EPILOG),
     Command("export", "Write what may be published of a run.", export.options, export.run),
+    Command("predict", "Predict with a run or an exported model.", predict.options, predict.run, predict.EPILOG),
 )
 
 

@@ -1,6 +1,5 @@
 """`--features`: train on public features of the records instead of the records (docs/features.md)."""
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from fodp.data import Card, Splits
 
-_IMAGE_SIDE = 160  # what efficientnet-lite0 is given unless --image-size says otherwise
+IMAGE_SIDE = 160  # what efficientnet-lite0 is given unless --image-size says otherwise
 _FOURIER = 1024
 # What each says it rests on.
 _PUBLIC = {
@@ -25,19 +24,7 @@ _PUBLIC = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options."""
-    group = parser.add_argument_group("public features (docs/features.md)")
-    group.add_argument(
-        "--features", metavar="NAME", help="efficientnet-lite0, scattering, fourier, or FILE.py:FUNCTION of your own"
-    )
-    group.add_argument(
-        "--image-size", type=int, metavar="N", help=f"pixels a side for efficientnet-lite0, default {_IMAGE_SIDE}"
-    )
-    group.add_argument("--features-cache", metavar="DIR", help="where they are kept; as private as the data")
-
-
-def applied(config: dict[str, Any], options: argparse.Namespace, splits: "Splits") -> "Splits":
+def applied(config: dict[str, Any], splits: "Splits", cache_folder: str | None, *, quiet: bool) -> "Splits":
     """The splits with features in place of records, if the configuration asks for them."""
     if "features" not in config:
         if "image_size" in config:
@@ -50,7 +37,7 @@ def applied(config: dict[str, Any], options: argparse.Namespace, splits: "Splits
     name = config["features"]
     _refuse_odd(config, splits.card)
     module = _module(config, splits.card)
-    cache = Path(getattr(options, "features_cache", None) or _cache_folder())
+    cache = Path(cache_folder or _cache_folder())
     public = _PUBLIC.get(name, "a module of yours, whose weights must be public")
     print(
         f"fodp: training on public features: {name} ({public}). They are kept in {cache}, as private as the data",
@@ -58,7 +45,7 @@ def applied(config: dict[str, Any], options: argparse.Namespace, splits: "Splits
     )
 
     def made(part: TensorDataset) -> TensorDataset:
-        return features(part, module, cache=cache, batch=8, progress=not options.quiet)
+        return features(part, module, cache=cache, batch=8, progress=not quiet)
 
     train = made(splits.train)
     empty = TensorDataset(*(tensor[:0] for tensor in train.tensors))
@@ -105,7 +92,7 @@ def _module(config: dict[str, Any], card: "Card") -> "nn.Module":
     if name == "efficientnet-lite0":
         if _image_shape(name, card)[0] not in (1, 3) or not card.is_uint8:
             raise ConfigurationError(f"{name} wants grey or colour images as uint8, and {card.name} has others")
-        side = checks.whole("--image-size", config.get("image_size", _IMAGE_SIDE), minimum=32, maximum=1024)
+        side = checks.whole("--image-size", config.get("image_size", IMAGE_SIDE), minimum=32, maximum=1024)
         words: dict[str, Any] = dict(mean=card.mean, std=card.std, wants_mean=MEAN, wants_std=STD)
         return nn.Sequential(Prepared(efficientnet_lite0(), side=side, **words), PerExample())
     with torch.random.fork_rng(devices=[]):

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fodp.cli.job import add_import
-from fodp.errors import BudgetError, ConfigurationError, LedgerError
+from fodp.cli.options import add
+from fodp.cli.shared import parse_budget, refuse_unguarded
+from fodp.errors import ConfigurationError, LedgerError
 from fodp.support import checks
 from fodp.support.files import is_address
 
@@ -27,88 +28,39 @@ FILE may also be the folder of a run. `select` charges, before they are made, fo
 number of runs and nothing else; it prints how many to make, which must stay secret."""
 
 
+_METHOD = "dp-sgd"  # of runs to select from
+_ACTIONS = {
+    "show": ("what is left, and a table of the newest runs", "page all json dataset_name"),
+    "check": ("verify the chain of entries and every sum; exit code 2 if something is wrong", "json"),
+    "export": ("the privacy card in plain text; with --json every entry", "json dataset_name"),
+    "select": (
+        "charge for the best of a random number of runs",
+        "json dataset_name budget no_budget method set import mean unit sampling_rate noise_multiplier steps",
+    ),
+    "release": ("give back what a dead run holds for steps to come; what it used stays charged", "json"),
+    "accept-rollback": (
+        "go on with a restored copy that is older than what was known; every card will say so",
+        "json",
+    ),
+}
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp ledger`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    helps = {
-        "show": "what is left, and a table of the newest runs",
-        "check": "verify the chain of entries and every sum; exit code 2 if something is wrong",
-        "export": "the privacy card in plain text; with --json every entry",
-        "select": "charge for the best of a random number of runs",
-        "release": "give back what a dead run holds for steps to come; what it used stays charged",
-        "accept-rollback": "go on with a restored copy that is older than what was known; every card will say so",
-    }
-    for action, text in helps.items():
+    for action, (text, names) in _ACTIONS.items():
         sub = actions.add_parser(action, help=text, description=text)
-        add = sub.add_argument
-        add("file", metavar="FILE", help="the ledger (a file, or postgresql://…), or the folder of a run")
-        if action == "show":
-            add("--page", type=int, default=1, metavar="N", help="older runs, page by page; default 1, the newest")
-            add("--all", action="store_true", help="all runs at once")
+        sub.add_argument("file", metavar="FILE", help="the ledger (a file, or postgresql://…), or the folder of a run")
         if action == "release":
-            add("held_by", metavar="RUN", help="the run, or the first letters of its name")
-        add("--json", action="store_true", help="print JSON")
-        if action in ("show", "export", "select"):
-            add("--dataset-name", metavar="NAME", required=action == "select", help="only this data set")
+            sub.add_argument("held_by", metavar="RUN", help="the run, or the first letters of its name")
+        told, required = {"json": "print JSON", "dataset_name": "only this data set"}, ""
         if action == "select":
-            add("--budget", metavar="EPS,DELTA", help="budget of the data, if this is its first charge")
-            add("--no-budget", action="store_true", help="write down without a limit, if this is its first charge")
-            add("--method", metavar="NAME", default="dp-sgd", help="of each run, default dp-sgd")
-            add("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the method")
-            add_import(sub)
-            add("--mean", type=float, required=True, metavar="M", help="mean number of runs")
-            add("--unit", default="record", metavar="UNIT", help="record (default) or person: that of the runs' plans")
-            add("--shape", type=float, default=1.0, help="1 geometric (default), 0 logarithmic, inf Poisson")
-            add("--sampling-rate", type=float, required=True, metavar="Q", help="of each run")
-            add(
-                "--noise-multiplier", type=float, required=True, metavar="SIGMA", help="of each run, as in `fodp train`"
-            )
-            add("--steps", type=int, required=True, metavar="T", help="of each run")
-
-
-def parse_budget(text: str) -> tuple[float, float]:
-    """The (ε, δ) of --budget."""
-    try:
-        epsilon, delta = (float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigurationError(f"--budget takes EPS,DELTA, for example --budget 4,1e-5; got {text!r}") from None
-    return epsilon, delta
-
-
-def with_ledger(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The configuration with the ledger that runs share, if one was said, and its budget checked."""
-    if options.ledger is not None:
-        if "dataset_name" not in config:
-            raise ConfigurationError(
-                "a shared ledger keeps a budget per data set: add --dataset-name NAME, your name for it"
-            )
-        config["ledger"] = options.ledger if is_address(options.ledger) else os.path.abspath(options.ledger)
-        refuse_unguarded(config["ledger"], config["dataset_name"], config.get("budget"), bool(options.no_budget))
-    elif {"dataset_name", "budget"} & set(config):
-        raise ConfigurationError("--dataset-name and --budget are kept in a ledger shared by runs: add --ledger FILE")
-    if "budget" in config:
-        parse_budget(config["budget"])
-    return config
-
-
-def refuse_unguarded(path: Path | str, dataset: str, budget: str | None, no_budget: bool) -> None:
-    """A new name in a ledger needs a budget or a word that there is none: a typo would escape the one that exists."""
-    from fodp.ledger import Ledger
-    from fodp.ledger.rows import DataState, NoLedger
-
-    if budget is not None or no_budget:
-        return
-    try:
-        ledger = Ledger(path, create=False)
-    except NoLedger:
-        ledger = None
-    if ledger is None or ledger.store.of_data(dataset) == DataState():
-        known = "" if ledger is None else ledger.names()
-        told = f"knows {known}" if known else "is new"
-        raise BudgetError(
-            f"{path} {told}, and {dataset!r} has no budget in it: mend the name, add --budget EPS,DELTA, or say "
-            "--no-budget to write down without a limit"
-        )
+            told |= dict.fromkeys(("method", "sampling_rate", "noise_multiplier", "steps"), "of each run")
+            told["dataset_name"] = "the data set that is charged"
+            required = "dataset_name mean sampling_rate noise_multiplier steps"
+            shape = "1 geometric (default), 0 logarithmic, inf Poisson"
+            sub.add_argument("--shape", type=float, default=1.0, help=shape)
+        add(sub, names, required=required, told=told, method=_METHOD)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -201,17 +153,16 @@ def _accept_rollback(options: argparse.Namespace, ledger: "Ledger") -> int:
 
 def _select(options: argparse.Namespace, path: Path | str) -> int:
     from fodp.accounting.budget import Repetitions
-    from fodp.cli.job import public_plan
+    from fodp.cli.plans import public_plan
     from fodp.ledger import Ledger
     from fodp.plan import UNITS
 
     checks.one_of("--unit", options.unit, UNITS)
     repetitions = Repetitions(options.mean, options.shape)
-    phases = public_plan(options, noise_multiplier=options.noise_multiplier).events()
+    plan = public_plan(options, options.method or _METHOD, noise_multiplier=options.noise_multiplier)
     refuse_unguarded(path, options.dataset_name, options.budget, options.no_budget)
-    wanted = None if options.budget is None else parse_budget(options.budget)
-    ledger = Ledger(path, dataset=options.dataset_name, budget=wanted)
-    charge, count = ledger.charge_selection(phases, repetitions, unit=options.unit), repetitions.draw()
+    ledger = Ledger(path, dataset=options.dataset_name, budget=parse_budget(options.budget))
+    charge, count = ledger.charge_selection(plan.events(), repetitions, unit=options.unit), repetitions.draw()
     left = ledger.left(options.dataset_name)
     if options.json:
         print(json.dumps({"charge": charge, "runs": count, "left": left if left <= 1 else None}))

@@ -3,7 +3,6 @@
 import argparse
 import io
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,22 +10,24 @@ from typing import Any, NoReturn
 
 import fodp
 from fodp.cli._malloc import keep_freed_memory
+from fodp.cli.exits import REFUSED, UNEXPECTED, epilog, stopped_by
 from fodp.errors import ConfigurationError, PrivacyError
 from fodp.support import words
 from fodp.support.imports import import_modules
 
-_UNEXPECTED = 70  # sysexits.h: an internal software error; 1 would say that an audit found a violation
-
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line, like all others."""
+    """Errors are one line, like all others. `refusal` is what a command that is not here answers to any words."""
 
-    refusal: str | None = None  # what a command that is not here answers, whatever follows it
+    def __init__(self, *, refusal: str | None = None, **words: Any):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **words})
+        self._refusal = refusal
+        self._misread: list[str] = []
 
     def parse_known_args(self, *args: Any, **words: Any) -> Any:
-        if self.refusal is not None:
-            raise ConfigurationError(self.refusal)
-        self._misread: list[str] = []
+        if self._refusal is not None:
+            raise ConfigurationError(self._refusal)
+        self._misread = []
         found = super().parse_known_args(*args, **words)
         if self._misread:
             self.error("; ".join(self._misread))
@@ -57,34 +58,26 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands; torch is not loaded for this."""
     from fodp.cli.commands import Missing, known
 
-    parser = _Parser(prog="fodp", description="Train PyTorch models with differential privacy.")
+    commands = known()
+    missing = [command.name for command in commands if isinstance(command, Missing)]
+    absent = f"Not installed here: {', '.join(missing)}; each says what it takes." if missing else ""
+    parser = _Parser(prog="fodp", description="Train PyTorch models with differential privacy.", epilog=epilog(absent))
     parser.add_argument("--version", action="version", version=f"fodp {fodp.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    missing = []
-    for command in known():
+    for command in commands:
         if isinstance(command, Missing):
-            subparsers.add_parser(command.name).refusal = command.reason
-            missing.append(command.name)
+            subparsers.add_parser(command.name, refusal=command.reason)
             continue
         sub = subparsers.add_parser(
-            command.name,
-            help=command.help,
-            description=command.help,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=command.epilog,
+            command.name, help=command.help, description=command.help, epilog=epilog(command.epilog)
         )
         command.options(sub)
         sub.set_defaults(run=command.run)
-    if missing:
-        parser.epilog = f"Not installed here: {', '.join(missing)}; each says what it takes."
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code, as docs/exit-codes.md lists them.
-
-    0 success, 1 an audit found a violation, 2 what the user can mend, 70 a mistake of ours, 128 + n signal n.
-    """
+    """Run a command and return its exit code, as `fodp.cli.exits` lists them."""
     _print_anything()
     try:
         options = build_parser().parse_args(arguments)
@@ -93,24 +86,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except PrivacyError as error:
         print(f"fodp: {_one_line(error)}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt as error:
         print(": ".join(["fodp: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
+        return stopped_by(error.args[0] if error.args else None)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away; that is its good right
         return 0
     except Exception as error:
         if _is_out_of_memory(error):
             print("fodp: not enough memory: use a smaller model or window, or --microbatch", file=sys.stderr)
-            return 2
+            return REFUSED
         traceback.print_exc()
         print(
             "fodp: this should not have happened. If your own code is not in the traceback above, report it; a run "
             "that had begun can be resumed, and what it used stays charged",
             file=sys.stderr,
         )
-        return _UNEXPECTED
+        return UNEXPECTED
 
 
 def _print_anything() -> None:

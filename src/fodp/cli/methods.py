@@ -5,7 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
-from fodp.cli.job import add_import
+from fodp.cli.options import add
 
 _WIDE = 120  # columns of a terminal that has room for the table
 
@@ -13,7 +13,7 @@ _WIDE = 120  # columns of a terminal that has room for the table
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp methods`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="all about one method, with its parameters")
-    add_import(parser)
+    add(parser, "import")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print docs/methods.md")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fodp import accounting
-from fodp.accounting import ACCOUNTANTS, Event, Phase
+from fodp.accounting import Event, Phase
 from fodp.accounting.described import Described
-from fodp.cli.job import add_import, public_numbers, public_plan
+from fodp.cli.options import TABLE, add
+from fodp.cli.plans import public_numbers, public_plan
 from fodp.cli.waiting import slow_note
 from fodp.errors import ConfigurationError
 from fodp.support.extras import need
@@ -22,8 +23,7 @@ Without --method these are calculators of FO-DP-SGD, with beta 0.9; --beta 1 is 
 default, its recipe, whose noise is that of --method fo-noise --set order=None, and so has `Plan`. Methods that ask more
 than one question per step cost more."""
 
-# Of fo-dp-sgd, as `fodp.epsilon`; said here again because methods take a second to import.
-DEFAULT_BETA = 0.9
+# Of fo-dp-sgd; said here again because methods take a second to import.
 FO_NOISE_MEANING = "the paper's σ: noise std over C; the event's multiplier is σ/β"
 
 if TYPE_CHECKING:
@@ -35,52 +35,40 @@ _COVERS = (
 )
 
 
-def _shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sampling-rate", type=float, metavar="Q", help="probability q of an example")
-    parser.add_argument("--steps", type=int, metavar="T", help="number of steps")
-    parser.add_argument("--public-size", type=int, metavar="N", help="with --batch, in place of --sampling-rate")
-    parser.add_argument("--batch", type=float, metavar="B", help="records a lot, about: sampling rate B/N")
-    parser.add_argument("--epochs", type=float, metavar="E", help="in place of --steps, which are round(E/q)")
-    parser.add_argument("--delta", type=float, help="default 1e-5, or a tenth of one over N if that is smaller")
-    parser.add_argument("--beta", type=float, help=f"mixing of FO-DP-SGD, default {DEFAULT_BETA:g}; 1 is DP-SGD")
-    parser.add_argument(
-        "--method",
-        metavar="NAME",
-        help="a private optimizer (see `fodp methods`); default fo-dp-sgd (of `fodp train`: fo-noise)",
-    )
-    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a parameter of --method")
-    add_import(parser)
-    parser.add_argument("--accountant", default="pld", metavar="NAME", help=f"{', '.join(ACCOUNTANTS)}; default pld")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+_NAMES = "sampling_rate steps assume_size batch epochs delta beta method set import accountant json"
+_TOLD = {
+    "sampling_rate": "probability q of a record in a step",
+    "steps": "number of steps, or --epochs",
+    "assume_size": "public number N of records: with --batch, in place of --sampling-rate",
+    "batch": "records in a lot, about: sampling rate B/N",
+    "epochs": "in place of --steps, which are round(E/q)",
+    "method": "a private optimizer (`fodp methods`); default fo-dp-sgd (of `fodp train`: fo-noise)",
+    "json": "print JSON",
+}
 
 
 def epsilon_options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp epsilon`."""
-    parser.add_argument("--noise-multiplier", type=float, required=True, metavar="SIGMA", help="noise over C")
-    _shared_options(parser)
-    parser.add_argument(
-        "--second-opinion", action="store_true", help="compute epsilon with Google's dp-accounting, too (fodp[check])"
-    )
+    add(parser, f"noise_multiplier {_NAMES} second_opinion", required="noise_multiplier", told=_TOLD, epochs=None)
 
 
 def calibrate_options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp calibrate`."""
-    parser.add_argument("--target-epsilon", type=float, required=True, metavar="EPS", help="never exceeded")
-    _shared_options(parser)
+    add(parser, f"target_epsilon {_NAMES}", required="target_epsilon", told=_TOLD, epochs=None)
 
 
 def run_epsilon(options: argparse.Namespace) -> int:
     """Print ε."""
     with slow_note("adding up privacy losses"):
         if options.method is not None:
-            plan = public_plan(_without_beta(options), noise_multiplier=options.noise_multiplier)
+            plan = public_plan(options, _method(options), noise_multiplier=options.noise_multiplier)
             phases, epsilon, numbers, described = plan.events(), plan.epsilon(), _numbers(plan), plan.described()
         else:
             numbers = {"noise_multiplier": options.noise_multiplier, **_public(options)}
             epsilon = accounting.epsilon(**numbers)
             phases = _phases(numbers)
             described = Described(phases)
-        other = _second_opinion(phases, numbers["delta"], options.accountant) if options.second_opinion else None
+        other = _second_opinion(phases, numbers["delta"], numbers["accountant"]) if options.second_opinion else None
     _show(options, epsilon, numbers, described, other)
     return 0
 
@@ -110,7 +98,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Print σ and the ε it really has."""
     with slow_note("calibrating the noise"):
         if options.method is not None:
-            plan = public_plan(_without_beta(options), target_epsilon=options.target_epsilon)
+            plan = public_plan(options, _method(options), target_epsilon=options.target_epsilon)
             epsilon, numbers = plan.epsilon(), _numbers(plan) | _against_dp_sgd(plan, options.target_epsilon)
             described = plan.described()
         else:
@@ -123,10 +111,10 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _without_beta(options: argparse.Namespace) -> argparse.Namespace:
+def _method(options: argparse.Namespace) -> str:
     if options.beta is not None:
         raise ConfigurationError("--beta goes without --method; with it, say --set beta=VALUE")
-    return options
+    return str(options.method)
 
 
 def _numbers(plan: "Plan") -> dict[str, Any]:
@@ -158,8 +146,9 @@ def _public(options: argparse.Namespace) -> dict[str, Any]:
     if options.set:
         raise ConfigurationError("--set is for the parameters of --method: say which")
     numbers = {name: value for name, value in public_numbers(options).items() if name != "lot_size"}
-    beta = DEFAULT_BETA if options.beta is None else options.beta
-    return {**numbers, "accountant": options.accountant, "beta": beta}
+    usual = {name: TABLE[name].default for name in ("accountant", "beta")}
+    said = {name: getattr(options, name) for name in usual if getattr(options, name) is not None}
+    return {**numbers, **usual, **said}
 
 
 def _show(

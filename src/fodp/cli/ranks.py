@@ -13,17 +13,15 @@ from fodp.support import checks
 if TYPE_CHECKING:
     from fodp.ranks import Processes
 
-SECONDS = 300.0  # that ranks wait for each other
-
 
 class Silent(SystemExit):
     """A rank ends without a word: the first one says what there is to say."""
 
 
 @contextlib.contextmanager
-def joined(seconds: float | None) -> Iterator["Processes | None"]:
+def joined(seconds: float) -> Iterator["Processes | None"]:
     """The ranks of this command; None, without loading PyTorch, unless torchrun or the like has started several."""
-    wait = SECONDS if seconds is None else checks.positive("--rank-timeout", seconds)
+    wait = checks.positive("--rank-timeout", seconds)
     count = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or count == "1":
         yield None

@@ -1,6 +1,5 @@
 """One run of a sealed search, on a worker: nothing is written or shown, everything goes back to the search."""
 
-import argparse
 import json
 import secrets
 from contextlib import redirect_stderr, redirect_stdout
@@ -8,6 +7,7 @@ from functools import lru_cache
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from fodp.cli.job import Job
 from fodp.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -29,27 +29,15 @@ def _run(config: str, plan: dict[str, Any], part: tuple[float, str] | None) -> d
     import torch
     from safetensors.torch import save
 
-    from fodp.data.models import build, loss_for
     from fodp.plan import Plan
-    from fodp.runs.scores import accuracy
-    from fodp.trainer import Trainer
     from fodp.tuning.sealed import finite
 
     torch.set_num_threads(1)
-    said = json.loads(config)
-    splits = _splits(config)
+    job = _job(config)
     torch.seed()
-    model = build(said["model"], splits.card)
-    public = splits.validation
-    trainer = Trainer(
-        model,
-        loss_for(splits.card),
-        splits.train if part is None else subsample(splits.train, *part),
-        Plan(**plan),
-        owners=splits.owners,
-        microbatch=said.get("microbatch"),
-        public_score=(lambda: accuracy(model, public)[1]) if len(public) else None,
-    )
+    model = job.model()
+    data = None if part is None else subsample(job.splits.train, *part)
+    trainer = job.trainer(model, Plan(**plan), data=data)
     lot = secrets.randbelow(2**53)
     try:
         outcome = trainer.fit()
@@ -60,16 +48,14 @@ def _run(config: str, plan: dict[str, Any], part: tuple[float, str] | None) -> d
     if outcome.reason != "finished":
         raise PrivacyError("a run of the search was interrupted: go on with --resume")
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
-    return {"score": finite(_score(model, splits)), "lot": lot, "weights": save(weights)}
+    return {"score": finite(_score(model, job.splits)), "lot": lot, "weights": save(weights)}
 
 
 @lru_cache(maxsize=1)
-def _splits(config: str) -> "Splits":
-    """The data, read once per process."""
-    from fodp.cli.job import load_data
-
+def _job(config: str) -> Job:
+    """The job, whose data is read once per process."""
     said = json.loads(config)
-    return load_data(said, argparse.Namespace(data_dir=said.get("data_dir"), quiet=True))
+    return Job.of(said, data_dir=said.get("data_dir"), features_cache=said.get("features_cache"))
 
 
 def scored_on(splits: "Splits") -> tuple[str, "TensorDataset"]:

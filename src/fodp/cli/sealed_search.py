@@ -4,16 +4,15 @@ import argparse
 import json
 import sys
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import fodp
-from fodp.cli.ledger import parse_budget
+from fodp.cli.job import Job
+from fodp.cli.shared import open_ledger
 from fodp.errors import LedgerError, PrivacyError
 
 if TYPE_CHECKING:
-    from fodp.data import Splits
-    from fodp.ledger import Ledger
     from fodp.plan import Plan
     from fodp.runs.folder import RunFolder
     from fodp.tuning.sealed import Sealed, State
@@ -23,14 +22,19 @@ if TYPE_CHECKING:
 _OWN_LEDGER = "data"  # the name of the data in the folder's own ledger
 
 
-def begin(
-    options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder", search: "Search", splits: "Splits"
-) -> "tuple[Sealed, State]":
-    """Draw how many runs, write that down sealed, and pay for all of it; or take up what was begun."""
-    import torch
+@dataclass(frozen=True)
+class Begun:
+    """A search that is paid for: what it works on, what it will do, and what is kept sealed of it."""
 
-    from fodp.cli.rehearsal import rehearse
-    from fodp.data.models import build, source_code
+    job: Job
+    folder: "RunFolder"
+    search: "Search"
+    sealed: "Sealed"
+    state: "State"
+
+
+def begin(options: argparse.Namespace, job: Job, folder: "RunFolder", search: "Search") -> Begun:
+    """Draw how many runs, write that down sealed, and pay for all of it; or take up what was begun."""
     from fodp.tuning.sealed import Sealed, State
     from fodp.tuning.search import statement
 
@@ -38,60 +42,52 @@ def begin(
     if options.resume:
         folder.take()
         state = sealed.read()
-        if max(state.draws, default=0) >= len(search.candidates) or _plans(search) != config.get("plans"):
+        if max(state.draws, default=0) >= len(search.candidates) or _plans(search) != job.config.get("plans"):
             raise LedgerError(
                 f"the search in {folder.path} is not the one that began: restore a copy of its files, and use the same "
                 "packages"
             )
-        _charge(options, config, folder, search, state, splits)
-        return sealed, state
-    with torch.random.fork_rng(devices=[]):
-        model = build(config["model"], splits.card)
-    rehearse(config["model"], model, splits.card)
+        _charge(options, job, folder, search, state)
+        return Begun(job, folder, search, sealed, state)
+    job.rehearse(search.candidates[0])
     folder.create()
     state = State(search.draw())
     try:
         sealed.begin(state)
-        stored = {**config, "plans": _plans(search), "run": state.selection, "fodp": fodp.__version__}
-        stored |= {"card": asdict(splits.card), "model_code": source_code(config["model"], model, splits.card)}
-        folder.write(folder.config, json.dumps(stored, indent=1))
-        config |= json.loads(json.dumps(stored))
-        _charge(options, config, folder, search, state, splits)
+        more = {"plans": _plans(search), "run": state.selection, "fodp": fodp.__version__}
+        stored = json.dumps({**job.config, **more, **job.notes(job.model())}, indent=1)
+        folder.write(folder.config, stored)
+        job = replace(job, config=json.loads(stored))
+        _charge(options, job, folder, search, state)
     except PrivacyError:  # refused: nothing was charged, and nothing is left to be resumed
         sealed.remove()
         folder.config.unlink(missing_ok=True)
         raise
     folder.write(folder.statement, statement(search) + "\n")
-    return sealed, state
+    return Begun(job, folder, search, sealed, state)
 
 
 def _plans(search: "Search") -> list[Any]:
     return json.loads(json.dumps([plan.to_dict() for plan in (*search.candidates, *search.final)]))
 
 
-def _charge(
-    options: argparse.Namespace,
-    config: dict[str, Any],
-    folder: "RunFolder",
-    search: "Search",
-    state: "State",
-    splits: "Splits",
-) -> None:
+def _charge(options: argparse.Namespace, job: Job, folder: "RunFolder", search: "Search", state: "State") -> None:
     """The whole price, before the first run. What is in the ledger already is not charged again."""
     from fodp.state.ledgers import fingerprint_of, open_account
 
-    ledger = _open_ledger(options, config, folder)
+    config, private = job.config, job.splits.train
+    ledger = open_ledger(folder.ledger_of(config), config, options, own_name=_OWN_LEDGER)
     account = None
     if search.final:  # held first, so that either both fit or nothing is charged
         final = search.final[search.dearest_final]
-        account = open_account(ledger, state.final_run, final, final.steps, splits.train)
+        account = open_account(ledger, state.final_run, final, final.steps, private)
     try:
         ledger.charge_selection(
             search.events,
             search.repetitions,
             unit=search.candidates[0].unit,
             name=state.selection,
-            fingerprint=fingerprint_of(splits.train),
+            fingerprint=fingerprint_of(private),
         )
     except PrivacyError:
         if account is not None and ledger.budget_of(state.final_run) is not None and not account.charged:
@@ -107,30 +103,15 @@ def _charge(
     ledger.close()
 
 
-def _open_ledger(options: argparse.Namespace, config: dict[str, Any], folder: "RunFolder") -> "Ledger":
-    from fodp.ledger import Ledger
-
-    ledger = Ledger(
-        folder.ledger_of(config),
-        dataset=config.get("dataset_name", _OWN_LEDGER),
-        budget=parse_budget(config["budget"]) if "budget" in config else None,
-        allow_changed_data=bool(options.allow_changed_data),
-        allow_other_name=bool(options.allow_other_name),
-    )
-    ledger.tell_waiting(lambda text: print(text, file=sys.stderr))
-    return ledger
-
-
-def make_runs(
-    pool: "Pool", config: dict[str, Any], search: "Search", sealed: "Sealed", state: "State", *, quiet: bool
-) -> None:
+def make_runs(begun: Begun, pool: "Pool", *, quiet: bool) -> None:
     """Make the runs that are missing. Neither how many there are nor how many are done is shown."""
     from fodp.cli.sealed_run import sealed_run
 
     if not quiet:
         print("the search has begun; nothing of it is shown until it ends, also not how far it is", file=sys.stderr)
+    search, sealed, state = begun.search, begun.sealed, begun.state
     part = None if search.fraction is None else (search.fraction, state.subsample_key)
-    text = json.dumps(config)
+    text = json.dumps(begun.job.config)
     done = set(state.done)
     missing = [place for place in range(len(state.draws)) if place not in done]
     under_way: dict[Future[Any], int] = {}
@@ -157,15 +138,7 @@ def _result_of(future: Future[Any]) -> dict[str, Any]:
     return result
 
 
-def conclude(
-    pool: "Pool",
-    config: dict[str, Any],
-    folder: "RunFolder",
-    search: "Search",
-    sealed: "Sealed",
-    state: "State",
-    splits: "Splits",
-) -> dict[str, Any]:
+def conclude(begun: Begun, pool: "Pool") -> dict[str, Any]:
     """Let the winner out, and nothing else."""
     from safetensors.torch import load
 
@@ -174,6 +147,8 @@ def conclude(
     from fodp.runs.exported import prediction_notes
     from fodp.tuning.search import statement
 
+    search, sealed, state, folder = begun.search, begun.sealed, begun.state, begun.folder
+    config, splits = begun.job.config, begun.job.splits
     result: dict[str, Any] = {"winner": None, "score": None, "model": None, "noise_multiplier": None}
     if state.best is not None:
         winner = state.draws[state.best["place"]]

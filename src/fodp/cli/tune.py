@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fodp.cli.job import DEFAULTS, add_options, completed, given, load_data, make_plan, setting
-from fodp.cli.ledger import with_ledger
+from fodp.cli.config import completed, defaults, given, refuse_otherwise, setting
+from fodp.cli.job import Job
+from fodp.cli.options import CONFIGURATION, INPUTS, LEDGER, add, flag
+from fodp.cli.shared import with_ledger
 from fodp.errors import ConfigurationError
 from fodp.support import checks
 
@@ -27,35 +29,15 @@ EPILOG = """examples:
 --target-epsilon is that of the whole search. How many runs it makes is drawn at random and stays secret, and so does
 everything about them but the best one: docs/tuning.md."""
 
-_DEFAULTS: dict[str, Any] = dict(DEFAULTS, epochs=40.0, runs=10.0, distribution="geometric")
-_ANEW = ("resume", "jobs", "ray", "ledger", "no_budget", "allow_changed_data", "allow_other_name")
+_DEFAULTS: dict[str, Any] = defaults("runs", "distribution")
 _SEARCH_SHARE = 0.5  # of the target, for a search on a part of the data
+_FILES = ("dataset", "test_data", "owners", "public_sample")  # for which workers may look from elsewhere
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of `fodp tune`."""
-    add = parser.add_argument
-    add_options(parser, epochs=_DEFAULTS["epochs"])
-    add(
-        "--vary", action="append", metavar="NAME=V,V", help="values of a parameter to try (lr=0.1,0.2); may be repeated"
-    )
-    add("--runs", type=float, metavar="MEAN", help="mean of the random number of runs, default 10")
-    add("--distribution", metavar="NAME", help="of that number: geometric (default), logarithmic or poisson")
-    add("--subsample", type=float, metavar="F", help="search on a random fraction of the data, then one run on all")
-    add("--search-epsilon", type=float, metavar="EPS", help="with --subsample: of the search, default half the target")
-    add("--microbatch", type=int, metavar="N", help="examples in flight at a time (default: by the model)")
-    add("--ledger", metavar="FILE", help="privacy ledger of many runs, or postgresql://… (default: the folder's own)")
-    add("--dataset-name", metavar="NAME", help="your name for the data; its runs in the ledger share one budget")
-    add("--budget", metavar="EPS,DELTA", help="budget of the data over all runs, fixed by its first run")
-    add("--no-budget", action="store_true", default=None, help="a new data set in --ledger, without a limit")
-    add("--allow-changed-data", action="store_true", default=None, help="the data has changed on purpose")
-    add("--allow-other-name", action="store_true", default=None, help="the ledger knows the data by two names")
-    add("--jobs", type=int, metavar="N", help="processes, one thread each (default: the number of cores)")
-    add("--ray", metavar="ADDRESS", help="run on this Ray cluster (HOST:PORT or auto), or on a local one (local)")
-    add("--out", metavar="DIR", required=True, help="folder of the search")
-    add("--resume", action="store_true", help="go on with the search in --out")
-    add("--json", action="store_true", help="the last line on stdout is the result as JSON")
-    add("--quiet", action="store_true", help="nothing on stderr while it runs")
+    names = f"vary runs distribution subsample search_epsilon {INPUTS} {LEDGER} threads jobs ray out resume json quiet"
+    add(parser, f"{CONFIGURATION} {names}", required="out", told={"out": "folder of the search"})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,15 +50,16 @@ def run(options: argparse.Namespace) -> int:
         checks.whole("--jobs", options.jobs, maximum=4096)
     folder = RunFolder(options.out)
     config = _stored_config(options, folder) if options.resume else _new_config(options)
-    splits = load_data(config, argparse.Namespace(data_dir=config.get("data_dir"), quiet=True))
-    _refuse_without_public_data(splits)
-    search = _search(config, splits)
+    job = Job.of(config, data_dir=config.get("data_dir"), features_cache=config.get("features_cache"))
+    _refuse_without_public_data(job.splits)
+    search = _search(job)
+    job.refuse_idle_sample((*search.candidates, *search.final))
     pool = open_pool(options.jobs, options.ray)
     done = False
     try:
-        sealed, state = begin(options, config, folder, search, splits)
-        make_runs(pool, config, search, sealed, state, quiet=options.quiet)
-        result = conclude(pool, config, folder, search, sealed, state, splits)
+        begun = begin(options, job, folder, search)
+        make_runs(begun, pool, quiet=bool(options.quiet))
+        result = conclude(begun, pool)
         done = True
     finally:
         pool.close(at_once=not done)
@@ -86,23 +69,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
-    said = given(options, apart=_ANEW)
+    said = given(options)
     config = completed(said, _DEFAULTS)
     for name, why in (
         ("noise_multiplier", "a search calibrates the noise so that all of it costs --target-epsilon"),
         ("accountant", "the best of several runs is priced by Rényi divergences"),
     ):
         if name in said:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is not for a search: {why}; leave it out")
+            raise ConfigurationError(f"{flag(name)} is not for a search: {why}; leave it out")
     if config.get("target_epsilon") is None:
         raise ConfigurationError("how private? add --target-epsilon EPS, which is that of the whole search")
     config["vary"] = _varied(said)
     # What is tried stands for itself, also where the recipe has a value.
     if "set" in config:
         config["set"] = {name: value for name, value in config["set"].items() if name not in config["vary"]}
-    if options.data_dir is not None:
-        config["data_dir"] = os.path.abspath(options.data_dir)
-    for name in ("dataset", "test_data", "owners"):  # workers may look from elsewhere
+    config |= _places(options)
+    for name in _FILES:
         if name in config and os.path.isfile(str(config[name])):
             config[name] = os.path.abspath(config[name])
     if "search_epsilon" in config and "subsample" not in config:
@@ -137,19 +119,19 @@ def _stored_config(options: argparse.Namespace, folder: "RunFolder") -> dict[str
     if folder.result.exists():
         Sealed(folder.path).remove()  # a kill may have come between the two
         raise ConfigurationError(f"the search in {folder.path} has ended: its result is {folder.result}")
-    for name, value in given(options, apart=(*_ANEW, "out")).items():
-        if name == "vary":
-            value = _varied({"vary": value})
-        if stored.get(name) != value:
-            raise ConfigurationError(
-                f"the search in {folder.path} has --{name.replace('_', '-')} {checks.shown(stored.get(name))}, not "
-                f"{checks.shown(value)}: leave the option out to resume, or search in another folder"
-            )
+    said = given(options)
+    if "vary" in said:
+        said["vary"] = _varied({"vary": said["vary"]})
+    refuse_otherwise(stored, said, folder, "search")
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; a charge that is not in there is made
-    if options.data_dir is not None:
-        stored["data_dir"] = os.path.abspath(options.data_dir)
-    return stored
+    return stored | _places(options)
+
+
+def _places(options: argparse.Namespace) -> dict[str, str]:
+    """Folders that workers look into, perhaps from elsewhere."""
+    said = {name: getattr(options, name) for name in ("data_dir", "features_cache")}
+    return {name: os.path.abspath(folder) for name, folder in said.items() if folder is not None}
 
 
 def _refuse_without_public_data(splits: "Splits") -> None:
@@ -162,15 +144,16 @@ def _refuse_without_public_data(splits: "Splits") -> None:
         )
 
 
-def _search(config: dict[str, Any], splits: "Splits") -> "Search":
+def _search(job: Job) -> "Search":
     """The candidates with their noise, from public numbers alone."""
     from fodp.accounting.budget import Repetitions
     from fodp.tuning.search import SHAPES, calibrated, grid
 
+    config = job.config
     checks.one_of("--distribution", config["distribution"], tuple(SHAPES))
     repetitions = Repetitions(checks.number("--runs", config["runs"]), SHAPES[config["distribution"]])
     target = checks.positive("--target-epsilon", config["target_epsilon"])
-    plans = [_candidate(config, splits, values) for values in grid(config["vary"])]
+    plans = [_candidate(job, values) for values in grid(config["vary"])]
     fraction = config.get("subsample")
     if fraction is None:
         return calibrated(plans, repetitions, target)
@@ -182,15 +165,14 @@ def _search(config: dict[str, Any], splits: "Splits") -> "Search":
     return calibrated(small, repetitions, target, fraction=fraction, final=plans, search_target=share)
 
 
-def _candidate(config: dict[str, Any], splits: "Splits", values: dict[str, Any]) -> "Plan":
-    parameters = {**config.get("set", {}), **values}
-    mine = {**config, "set": parameters, "noise_multiplier": 10.0}
-    plan = make_plan(mine, splits)
+def _candidate(job: Job, values: dict[str, Any]) -> "Plan":
+    tried = {**job.config, "set": {**job.config.get("set", {}), **values}, "noise_multiplier": 10.0}
+    plan = replace(job, config=tried).plan()
     if not plan.algorithm.candidates(plan):
         return plan
     # What is left to calibration (bands of fo-noise) is chosen for half of the target: about what one run costs alone.
-    alone = make_plan({**mine, "noise_multiplier": None, "target_epsilon": config["target_epsilon"] / 2}, splits)
-    return replace(alone, noise_multiplier=plan.noise_multiplier)
+    alone = {**tried, "noise_multiplier": None, "target_epsilon": job.config["target_epsilon"] / 2}
+    return replace(replace(job, config=alone).plan(), noise_multiplier=plan.noise_multiplier)
 
 
 def _tell(options: argparse.Namespace, folder: "RunFolder", search: "Search", result: dict[str, Any]) -> None:

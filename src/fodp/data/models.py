@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from fodp.data.cards import Card
 from fodp.errors import ConfigurationError
@@ -81,6 +82,15 @@ def build(name: str | Callable[..., object], card: Card) -> nn.Module:
             ) from error
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"model {name} is compiled to TorchScript, which cannot be looked into; return it uncompiled"
+        )
+    for parameter_name, parameter in model.named_parameters():
+        if not (is_lazy(parameter) or parameter.is_meta) and not parameter.isfinite().all():
+            raise ConfigurationError(
+                f"the parameter {parameter_name} of model {name} is not finite: look at its initial weights"
+            )
     return model
 
 

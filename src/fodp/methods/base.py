@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fodp.accounting import Phase
 from fodp.errors import ConfigurationError
-from fodp.options import Options
+from fodp.options import KINDS, Options
 from fodp.options.chosen import read
 from fodp.options.option import numbers
 from fodp.options.table import known_names
@@ -67,9 +67,22 @@ class Method:
         known = own | known_names().keys()
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise ConfigurationError(f"{cls.name} has no parameter {unknown[0]!r}; it knows {', '.join(sorted(known))}")
+            raise cls._refusal(unknown[0], {name: value for name, value in given.items() if name in known})
         params = cls.Params(**{name: value for name, value in given.items() if name in own})
         return cls(params, read({name: value for name, value in given.items() if name not in own}, cls.defaults))
+
+    @classmethod
+    def _refusal(cls, name: str, known: Mapping[str, Any]) -> ConfigurationError:
+        """Of a name that nobody has: what the method and the options that were chosen beside it know."""
+        try:
+            acting = cls.from_dict(known).describe()
+        except ConfigurationError:  # of these there will be another word
+            acting = cls.from_dict({}).describe()
+        words = sorted(acting.keys() | {kind.name for kind in KINDS.values()})
+        return ConfigurationError(
+            f"{cls.name} has no parameter {name!r}; it knows {', '.join(words)}, and the numbers of options that were "
+            f"not chosen (`fodp methods {cls.name}`, docs/methods.md)"
+        )
 
     def describe(self) -> dict[str, Any]:
         """Every number that acts, by its flat name, defaults included: recorded with each run."""

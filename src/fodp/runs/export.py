@@ -24,6 +24,9 @@ def export(run_folder: Path, file: Path) -> dict[str, Any]:
     """Write the run's weights, its privacy card and what predicting takes; returns the card."""
     folder = RunFolder(run_folder)
     if not os.path.exists(folder.checkpoint):  # which takes names that no system does for absent
+        found = folder.path / "model.safetensors"
+        if os.path.exists(found):
+            raise ConfigurationError(f"{folder.path} is the folder of a search, whose export is there already: {found}")
         raise ConfigurationError(
             f"{folder.path} is not the folder of a run (no {folder.checkpoint.name}): name the one that `fodp train` "
             "printed, or said with --out"

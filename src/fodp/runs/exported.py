@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from fodp.data.arrays import normalise_
 from fodp.data.cards import Card
 from fodp.data.models import MODELS, build
-from fodp.errors import DataError
+from fodp.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A model with its public card: `scores` and `predict` take data as it was before training prepared it.
+    """A model with its public card: `predict`, `predict_proba` and `scores` take data as it was before training.
 
     That is a table (the path of a `.csv`, a DataFrame or a dictionary of columns; the target may be left out), or an
-    array of examples with channels first.
+    array of examples with channels first. No error holds anything of the examples.
     """
 
     model: nn.Module
@@ -50,6 +50,12 @@ class Exported:
         names, classes = self.data.class_names, scores.argmax(dim=1).tolist()
         return classes if names is None else [names[number] for number in classes]
 
+    def predict_proba(self, inputs: Any) -> Tensor:
+        """For each example a probability per class, in the order of the classes; a regression has none."""
+        if self.data.is_regression:
+            raise ConfigurationError("the model predicts numbers, which have no probabilities: use predict")
+        return self.scores(inputs).softmax(dim=1)
+
 
 def _numbers(inputs: Any, data: Card) -> Tensor:
     """Examples as floats in the form of the data; what is in them is not told."""
@@ -68,11 +74,11 @@ def _numbers(inputs: Any, data: Card) -> Tensor:
     return found.reshape(-1, *data.shape)
 
 
-def load_exported(file: str | Path, model: Callable[..., nn.Module] | None = None) -> Exported:
+def load_exported(file: str | Path, model: Callable[..., nn.Module] | str | None = None) -> Exported:
     """Read a file of `fodp export`, ready to predict. No code of the file is run.
 
-    `model` is your own function that built the model, if it was not one of fodp's; it is called with `classes` and
-    `shape` as far as it accepts them.
+    `model` is your own function that built the model (or its `module:function`), if it was not one of fodp's; it is
+    called with `classes` and `shape` as far as it accepts them.
     """
     try:
         with safe_open(file, "pt") as opened:

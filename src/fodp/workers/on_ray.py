@@ -154,8 +154,8 @@ def _environment() -> dict[str, str]:
 
 def _on_worker(work: bytes, folder: str, path: list[str], environment: dict[str, str]) -> Any:
     """What a worker does: look where its driver looks, then work on one thread."""
-    os.environ |= environment
-    sys.path += [place for place in (folder, *path) if place and place not in sys.path]
+    os.environ.update(environment)
+    sys.path.extend(place for place in (folder, *path) if place and place not in sys.path)
     function, arguments = pickle.loads(work)
     import torch
 

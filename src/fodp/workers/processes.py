@@ -6,9 +6,23 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fodp.workers import WorkerDied
+
+
+class _Noting(SpawnContext):
+    """Starts processes afresh, not forked (torch's thread pools do not survive a fork), and knows which."""
+
+    def __init__(self) -> None:
+        self.started: list[BaseProcess] = []
+
+    def Process(self, *args: Any, **words: Any) -> BaseProcess:  # type: ignore[override]
+        """A new process."""
+        self.started.append(super().Process(*args, **words))
+        return self.started[-1]
 
 
 class ProcessPool:
@@ -16,8 +30,8 @@ class ProcessPool:
 
     def __init__(self, jobs: int | None = None):
         self._jobs = jobs or os.cpu_count() or 1
-        # Started afresh, not forked: torch's thread pools do not survive a fork.
-        self._executor = ProcessPoolExecutor(self._jobs, multiprocessing.get_context("spawn"), _end_with_parent)
+        self._context = _Noting()
+        self._executor = ProcessPoolExecutor(self._jobs, self._context, _end_with_parent)
 
     @property
     def jobs(self) -> int:
@@ -34,8 +48,9 @@ class ProcessPool:
     def close(self, *, at_once: bool) -> None:
         """Wait for what is under way, or do not."""
         if at_once:  # what is under way is lost anyway; do not make Ctrl-C wait for it
-            for process in list((self._executor._processes or {}).values()):
-                process.terminate()
+            for process in self._context.started:
+                if process.is_alive():
+                    process.terminate()
         self._executor.shutdown(cancel_futures=True)
 
 

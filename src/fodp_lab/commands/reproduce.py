@@ -160,7 +160,7 @@ def _utility(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _challenge(options: argparse.Namespace, folder: Path) -> "Row":
-    from fodp.cli.job import setting
+    from fodp.cli.config import setting
     from fodp_lab.paper import fair
 
     params = dict(setting(item) for item in options.set)
