@@ -3,25 +3,30 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test quick guards test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends gate clean
+.PHONY: demo test together apart quick guards test-all check format lint types docs bench bench-methods bench-noise bench-trust bench-kernels bench-compile soak fuzz ends gate clean
 
 demo: $(INSTALLED)  ## train FO-DP-SGD on the embedded data set at epsilon 4; writes a folder under runs/
 	$(BIN)/fodp train --dataset digits --method fo-dp-sgd --target-epsilon 4 --epochs 40 --lr 0.5 --threads 1
 
-test: $(INSTALLED)  ## create the environment and run the tests
+test: apart together  ## create the environment and run the tests
+
+together: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/devices
+
+apart: $(INSTALLED)  ## the tests that have a process of their own
+	$(BIN)/python -m pytest tests/devices tests/workers
 
 quick: $(INSTALLED)  ## all but the slow tests (tests/slow.txt): before every commit
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
-	$(BIN)/python -m pytest -m "not slow" tests/devices
+	$(BIN)/python -m pytest -m "not slow" tests/devices tests/workers
 
 test-all: $(INSTALLED)  ## the tests, with the optional extras installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab,tensorboard,bench,hf,postgres,sklearn,lightning,opacus,skorch,wandb,mlflow]"
 	$(BIN)/python -m pytest -n auto --dist worksteal
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/devices
+	$(BIN)/python -m pytest tests/devices tests/workers
 
-check: lint types test  ## format, lint, types and tests: before you stop
+check: lint  ## format, lint, types and tests: before you stop; what takes one core runs beside the tests
+	$(MAKE) --jobs 2 together types apart
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -83,11 +88,12 @@ guards: $(INSTALLED)  ## which rules, faults, statements and mutants have tests,
 gate: $(INSTALLED)  ## how long .ci/run and `make quick` take in a fresh clone with a new environment
 	$(BIN)/python tests/gate.py
 
-# The constraints pin every version; a change there or in pyproject.toml installs again.
+# The constraints pin every version; a change there or in pyproject.toml installs again. Python compiles what it imports;
+# compiling all that is installed would take longer than downloading it.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,lab]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev,lab]"
 	touch $(INSTALLED)
 
 clean:

@@ -18,13 +18,22 @@ settings.load_profile("fodp")
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="fodp-tests-")
 
 
+# These have a process of their own, `make apart`: a device that is registered stays for the whole process, and so do
+# threads of Ray, so that ranks cannot be forked from it any more.
+APART = ("tests/devices/", "tests/workers/")
+
+# Files with long tests, which begin first: a long test that begins last leaves the other process idle.
+LONG = {"test_bench.py", "test_bench_ranks.py", "test_examples.py", "test_experiments.py", "test_full_disk.py",
+        "test_runner_on_ray.py", "test_survival.py", "test_tune.py"}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
     """Mark what `make quick` leaves out: the list is measured, see tests/tiers.py."""
     slow = slow_tests()
-    apart = [item for item in items if "tests/devices/" in item.nodeid]
+    apart = [item for item in items if item.nodeid.startswith(APART)]
     for item in apart if len(apart) < len(items) else ():
-        # A device that is registered stays for the whole process: ranks cannot be forked from it any more.
-        item.add_marker(pytest.mark.skip(reason="the stand-in device has a process of its own: pytest tests/devices"))
+        item.add_marker(pytest.mark.skip(reason=f"has a process of its own: pytest {' '.join(APART)}"))
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name not in LONG)
