@@ -199,10 +199,10 @@ class TestNeverTooLow:
 
     def test_many_steps_stay_quick_and_no_looser_than_renyi(self):
         many = one_phase(0.04, 300.0, 2 * 10**6 + 1)
-        start = time.perf_counter()
+        start = time.process_time()
         assert 0 < epsilon_of(many, 1e-5) <= epsilon_of(many, 1e-5, "rdp")
         assert epsilon_of(one_phase(0.04, 1.0, 10**8), 1e-5) <= epsilon_of(one_phase(0.04, 1.0, 10**8), 1e-5, "rdp")
-        assert time.perf_counter() - start < 60
+        assert time.process_time() - start < 60
 
 
 class TestMonotonicity:

@@ -4,7 +4,6 @@ import os
 import signal
 import sqlite3
 import threading
-import time
 
 import pytest
 import torch
@@ -76,10 +75,9 @@ def test_waiting_can_be_broken_off_and_the_run_goes_on_later(tmp_path):
 
     run = make(tmp_path, [Browser(tmp_path / "l.sqlite", "UPDATE header SET key = key", 30), Impatience()])
     browser = run.callbacks[0]
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run.fit()
-    assert time.monotonic() - began < 25
+    assert browser.connection.in_transaction  # it was not waited for
     browser.connection.close()
     again = make(tmp_path, [])
     again.resume(tmp_path / "c.pt")
