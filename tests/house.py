@@ -46,8 +46,19 @@ FOREIGN: dict[tuple[str, str], str] = {
 
 OF_TUPLES = {"_replace", "_asdict", "_make", "_fields", "_exit"}  # public names: of named tuples, and os._exit
 
-# Attributes that PyTorch and other packages mean to be set from outside.
-SETTABLE = {"grad", "data", "requires_grad", "__doc__", "__signature__", "__wrapped__", "__name__", "training"}
+# Attributes that PyTorch, ElementTree and other packages mean to be set from outside.
+SETTABLE = {
+    "grad",
+    "data",
+    "requires_grad",
+    "__doc__",
+    "__signature__",
+    "__wrapped__",
+    "__name__",
+    "training",
+    "tag",
+    "attrib",
+}
 
 
 class Finding(NamedTuple):

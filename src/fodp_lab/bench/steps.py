@@ -9,10 +9,10 @@ from torch.utils.data import TensorDataset
 
 from fodp.clipping.chunks import Chunks
 from fodp.data.models import cross_entropy
-from fodp.gradients import Points
+from fodp.gradients import HERE, Gradients, Points
 from fodp.plan import Plan
-from fodp.queries import Factor
 from fodp.sampling import Lot
+from fodp.step import Step as SessionStep
 from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
 from fodp_lab.bench.workloads import Workload
@@ -30,7 +30,7 @@ def size_of(model: nn.Module) -> int:
 def plain(workload: Workload, device: str = "cpu") -> tuple[Step, int]:
     """What people write without privacy: gather a random batch, mean loss, backward, SGD."""
     inputs, labels = (column.to(device) for column in workload.data())
-    model = _moved(workload.model(), device)
+    model = workload.model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> None:
@@ -53,25 +53,21 @@ def private(
 def unkeyed(workload: Workload) -> tuple[Step, int]:
     """DP-SGD whose dropout masks are PyTorch's, row after row: what drawing by record costs; not private."""
     trainer = _trainer(workload, "dp-sgd", 0, {})
-    source = trainer.source
+    source, rule = trainer.source, trainer.session.rule
 
-    def row_after_row(lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Chunks:
-        return Chunks(source.engine, source.fetcher.fetch(lot.indices), at, factors=factors, exact=exact)
+    class RowAfterRow(SessionStep):
+        """A step whose lot is read without the keys of its records."""
 
-    source.chunks = row_after_row  # type: ignore[method-assign]
+        def gradients(self, lot: Lot, at: Points = HERE) -> Gradients:
+            chunks = Chunks(source.engine, source.fetcher.fetch(lot.indices), at)
+            return Gradients(chunks, source.layout, lot, rule)
+
+    trainer.session.steps_by(RowAfterRow)
     return trainer.take_step, size_of(trainer.model)
 
 
-def _moved(model: nn.Module, device: str) -> nn.Module:
-    """On a device, with what the transformer keeps as a plain attribute."""
-    positions = getattr(model, "positions", None)
-    if isinstance(positions, torch.Tensor):
-        model.positions = positions.to(device)
-    return model.to(device)
-
-
 def _trainer(workload: Workload, method: str, seed: int | None, params: dict[str, Any], device: str = "cpu") -> Trainer:
-    model = _moved(workload.model(), device)
+    model = workload.model().to(device)
     plan = Plan(
         sampling_rate=workload.batch / workload.examples,
         steps=_FOR_EVER,

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -11,8 +12,9 @@ from torch.utils.data import TensorDataset
 from fodp.data.models import cross_entropy
 from fodp.ledger import Ledger
 from fodp.plan import Plan
+from fodp.queries import Query
 from fodp.release import FreshNoise
-from fodp.state.ledgers import open_account
+from fodp.step import Step as SessionStep
 from fodp.trainer import Trainer
 from fodp_lab.bench.contenders import Step
 from fodp_lab.bench.workloads import WORKLOADS
@@ -46,11 +48,19 @@ def trainer_with(
     public = dict(
         sampling_rate=MLP.batch / MLP.examples, steps=steps, lot_size=MLP.batch, clip_norm=1.0, noise_multiplier=1.1
     )
-    trainer = Trainer(MLP.model(), cross_entropy, data, Plan(**public, delta=1e-5, method=method, **plan))  # type: ignore[arg-type]
-    if ledger is not None:
-        trainer.course.account = open_account(ledger, trainer.run_id, trainer.plan, trainer.last_step, data)
+    the_plan = Plan(**public, delta=1e-5, method=method, **plan)  # type: ignore[arg-type]
+    trainer = Trainer(MLP.model(), cross_entropy, data, the_plan, ledger=ledger)
+    trainer.course.begin()
     if noise is not None:
-        trainer.session.noise = FreshNoise(noise)
+        fresh = FreshNoise(noise)
+
+        class OtherNoise(SessionStep):
+            """A step that takes its noise from elsewhere."""
+
+            def noised(self, query: Query, std: float, name: str) -> Tensor:
+                return fresh.add(query, std, self.number, name)
+
+        trainer.session.steps_by(OtherNoise)
     return trainer
 
 
@@ -87,8 +97,8 @@ def share_of_writing(trainer: Trainer, seconds: float) -> float:
 
     for _ in range(4):
         trainer.take_step()
-    account.covers = timed  # type: ignore[method-assign]
-    started = time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        trainer.take_step()
-    return writing / (time.perf_counter() - started)
+    with mock.patch.object(account, "covers", timed):
+        started = time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            trainer.take_step()
+        return writing / (time.perf_counter() - started)

@@ -87,7 +87,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the classes."""
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions)).mean(1))
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions.to(tokens.device))).mean(1))
 
 
 class MeanOfEmbeddings(nn.Module):

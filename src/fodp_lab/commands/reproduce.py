@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from fodp_lab.paper.catalog import NAMES
 
     if options.suite in NAMES and options.only is None:
-        options.suite, options.only = "paper", options.suite
+        options = argparse.Namespace(**{**vars(options), "suite": "paper", "only": options.suite})
     checks.one_of("SUITE", options.suite, ("paper", "fair", "utility", *NAMES))
     for name in ("seeds", "jobs"):
         if getattr(options, name) is not None:
