@@ -1,9 +1,9 @@
 """Whether a model and its loss can be trusted with a lot: what the first lots, and some later ones, are asked.
 
 Three questions. Does one example give the same loss again, from draws that are the record's own, also after others have
-passed? Does book-keeping
-give each example's own gradient, as the one-example loop does? And do the examples of a whole lot stay apart: when
-rows are taken away, replaced or put in another order, do the losses and back-signals of all others stay as they were?
+passed? Does book-keeping give each example's own gradient, as the one-example loop does? And do the examples of a whole
+lot stay apart: when rows are taken away, replaced or put in another order, do the losses and back-signals of all others
+stay as they were?
 
 A check shows what it meets. A loss that couples examples only for data that no looked-at lot held passes. The loop
 (`engine="loop"`) gives the loss one example at a time: nothing in a lot is mixed, but a loss that remembers an example
@@ -12,7 +12,7 @@ mixes it with later ones there too. So the first question is asked of every engi
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,7 @@ def refuse_unsteady(engine: "Engine", batch: Batch) -> None:
     _refuse_outside_leaves(engine, seen[-1][0], one)
 
 
+Result = TypeVar("Result")
 Seen = tuple[Tensor, list[Tensor]]  # what a pass over one example gave: its loss, and gradients
 
 _UNSTEADY = (
@@ -154,15 +155,13 @@ def _pass(engine: "Engine", rows: Keyed) -> None:
 
 def _is_drift(engine: "Engine", one: Keyed, others: Sequence[Keyed], seen: list[Seen], later: int) -> bool:
     """Whether the first of these passes and a later one differ by more than rounding, which vanishes in float64."""
+
+    def again() -> float:
+        passes = _before_and_after(engine, doubled(one), [doubled(rows) for rows in others])
+        return _apart(passes[0], passes[later])
+
     moved = _apart(seen[0], seen[later])
-    if moved == 0 or moved > _CLEARLY_MOVED:
-        return moved > 0
-    try:
-        with _in_double(engine):
-            again = _before_and_after(engine, doubled(one), [doubled(rows) for rows in others])
-    except Exception:  # a model or a loss without float64: there is no second opinion
-        return moved > (_MOVED if not engine.half_precision else tolerance(True))
-    return _apart(again[0], again[later]) >= _NO_ROUNDING * moved
+    return moved > 0 and (moved > _CLEARLY_MOVED or not _vanishes_in_double(engine, moved, again, _MOVED))
 
 
 def _apart(first: Seen, second: Seen) -> float:
@@ -317,11 +316,7 @@ def _is_a_tie(engine: "Engine", pair: Batch) -> bool:
 
     A library may round differently over two examples than over one. Models mix examples in float64 just as well.
     """
-    try:
-        with _in_double(engine):
-            return disagreement(engine, doubled(pair)) == ""
-    except Exception:  # a model or a loss without float64: there is no second opinion
-        return False
+    return _again_in_double(engine, lambda: disagreement(engine, doubled(pair))) == ""
 
 
 # --- whole lots ----------------------------------------------------------------------------------------------
@@ -340,10 +335,15 @@ def mixing(engine: "Engine", batch: Batch) -> str:
     if examples_in(batch) < 2:
         return ""
     with _buffers_kept(engine.model):
-        whole = engine.traced(_copied(batch))
-        for what, order, same in _trials_of_rows(whole[0], batch):
-            moved = _moved(whole, engine.traced(take(batch, order)), order, same)
-            if moved > _MOVED and not _is_rounding(engine, batch, order, same, moved):
+        all_rows = engine.traced(_copied(batch))
+        for what, order, same in _trials_of_rows(all_rows[0], batch):
+
+            def again(order: Tensor = order, same: Tensor = same) -> float:
+                rows = doubled(batch)
+                return _moved(engine.traced(_copied(rows)), engine.traced(take(rows, order)), order, same)
+
+            moved = _moved(all_rows, engine.traced(take(batch, order)), order, same)
+            if moved > _MOVED and not _vanishes_in_double(engine, moved, again, _CLEARLY_MOVED):
                 return (
                     f"the model or its loss mixes the examples of a lot: {what} changes the loss or the gradient of "
                     "others"
@@ -382,13 +382,13 @@ def _trials(losses: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
 Trace = tuple[Tensor, list[Tensor | None]]
 
 
-def _moved(whole: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
+def _moved(all_rows: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
     """By how much losses and back-signals of the rows that are still there have moved, relative to the largest."""
-    if len(whole[1]) != len(changed[1]):
+    if len(all_rows[1]) != len(changed[1]):
         return float("inf")
     worst = 0.0
-    for before, after in zip((whole[0], *whole[1]), (changed[0], *changed[1]), strict=True):
-        if before is None or after is None or before.shape[:1] != whole[0].shape or after.shape[:1] != order.shape:
+    for before, after in zip((all_rows[0], *all_rows[1]), (changed[0], *changed[1]), strict=True):
+        if before is None or after is None or before.shape[:1] != all_rows[0].shape or after.shape[:1] != order.shape:
             if (before is None) != (after is None):
                 return float("inf")
             continue  # the examples do not lie first: the comparison with the loop has its say
@@ -405,27 +405,28 @@ def _moved(whole: Trace, changed: Trace, order: Tensor, same: Tensor) -> float:
     return worst
 
 
-def _is_rounding(engine: "Engine", batch: Batch, order: Tensor, same: Tensor, moved: float) -> bool:
-    def again() -> float:
-        whole = doubled(batch)
-        return _moved(engine.traced(_copied(whole)), engine.traced(take(whole, order)), order, same)
-
-    return _vanishes_in_double(engine, moved, again)
-
-
 def is_rounding(engine: "Engine", moved: float, again: Callable[[], float]) -> bool:
     """Whether what has moved, relative to its size, is rounding; `again()` is asked with the model in float64."""
-    return moved <= _MOVED or (moved < float("inf") and _vanishes_in_double(engine, moved, again))
+    return moved <= _MOVED or (moved < float("inf") and _vanishes_in_double(engine, moved, again, _CLEARLY_MOVED))
 
 
-def _vanishes_in_double(engine: "Engine", moved: float, again: Callable[[], float]) -> bool:
-    """Whether what has moved hardly moves in float64; without float64 only what is clear counts."""
+def _vanishes_in_double(engine: "Engine", moved: float, again: Callable[[], float], otherwise: float) -> bool:
+    """Whether what has moved hardly moves in float64; without float64 whether it moved by no more than `otherwise`."""
+    left = _again_in_double(engine, again)
+    if left is None:
+        return moved <= (tolerance(True) if engine.half_precision else otherwise)
+    return left < _NO_ROUNDING * moved
+
+
+def _again_in_double(engine: "Engine", again: Callable[[], Result]) -> Result | None:
+    """The answer with the model in float64; None where the model or its loss cannot: there is no second opinion."""
     try:
         with _in_double(engine):
-            left = again()
-    except (RuntimeError, TypeError, ValueError, Unseparable):
-        return moved < (_CLEARLY_MOVED if not engine.half_precision else tolerance(True))
-    return left < _NO_ROUNDING * moved
+            return again()
+    except PrivacyError:
+        raise
+    except Exception:
+        return None
 
 
 def _copied(batch: Batch) -> Batch:

@@ -170,10 +170,20 @@ def _addmm(call: FunctionCall, back: Back) -> Answer:
 
 def _convolution(call: FunctionCall, back: Back) -> Answer:
     given = call.named("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    return _convolved(call, given, back, rules.convolution)  # type: ignore[arg-type]
+
+
+def _transposed_convolution(call: FunctionCall, back: Back) -> Answer:
+    given = call.named("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    return _convolved(call, given, back, rules.transposed_convolution)
+
+
+def _convolved(call: FunctionCall, given: SimpleNamespace, back: Back, rule: rules.Rule) -> Answer:
+    """By the rule of the layer that calls this function."""
     inputs, kernel = back.like(call, given.input), tuple(given.weight.shape[2:])
     if inputs is None or inputs.dim() != len(kernel) + 2 or call.place(given.weight) is not None:
         return None
-    layer = SimpleNamespace(
+    layer: Any = SimpleNamespace(
         kernel_size=kernel,
         stride=_each(given.stride, kernel, 1),
         padding=given.padding if isinstance(given.padding, str) else _each(given.padding, kernel, 0),
@@ -181,24 +191,7 @@ def _convolution(call: FunctionCall, back: Back) -> Answer:
         groups=given.groups or 1,
         padding_mode="zeros",
     )
-    found = rules.convolution(layer, inputs, back.rows)  # type: ignore[arg-type]
-    return [(getattr(given, name), use) for name, use in found.items()]
-
-
-def _transposed_convolution(call: FunctionCall, back: Back) -> Answer:
-    given = call.named("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    inputs, kernel = back.like(call, given.input), tuple(given.weight.shape[2:])
-    if inputs is None or inputs.dim() != len(kernel) + 2 or call.place(given.weight) is not None:
-        return None
-    layer = SimpleNamespace(
-        kernel_size=kernel,
-        stride=_each(given.stride, kernel, 1),
-        padding=_each(given.padding, kernel, 0),
-        dilation=_each(given.dilation, kernel, 1),
-        groups=given.groups or 1,
-    )
-    found = rules.transposed_convolution(layer, inputs, back.rows)
-    return [(getattr(given, name), use) for name, use in found.items()]
+    return [(getattr(given, name), use) for name, use in rule(layer, inputs, back.rows).items()]
 
 
 def _each(value: Any, like: Sequence[int], otherwise: int) -> tuple[int, ...]:
