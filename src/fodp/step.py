@@ -82,7 +82,7 @@ class Step:
         self.spent: list[float | None] = []  # the joint noise multiplier of each lot so far
         self.noise_std = 0.0  # of the last release
         self._releases: dict[int, int] = {}  # how many each lot has made
-        self._count: float | None = None  # the released count that will move the clip norm
+        self.count: float | None = None  # released, with a quantile: it will move the clip norm
 
     def draw(self, rate: float | None = None, name: str = "") -> Lot:
         """A fresh Poisson lot of the declared rate; `name` keeps the lots of one step apart.
@@ -117,14 +117,14 @@ class Step:
         place = self._place(gradients.lot)
         if query.lot is not gradients.lot:
             raise PrivacyError("this query was not computed from the lot of the gradients that are counted")
-        if self._count is not None:
+        if self.count is not None:
             raise PrivacyError(f"step {self.number} has released its count already: call adapt_clip once in a step")
         multiplier = query.noise_multiplier(std)
         rest = clip.rest(multiplier)
         clip_norm = clip.clip_norm
         count = gradients.count(lambda norms: norms <= clip_norm)
         self._charge(place, count.noise_multiplier(clip.count_noise))
-        self._count = float(self.noised(count, clip.count_noise, "count"))  # on an accelerator the one wait of a step
+        self.count = float(self.noised(count, clip.count_noise, "count"))  # on an accelerator the one wait of a step
         return std * rest / multiplier
 
     def release(self, query: Query, std: float) -> Tensor:
@@ -172,7 +172,7 @@ class Step:
     def unclipped_fraction(self) -> float | None:
         """The released noisy share of examples within the clip norm in this step; None without a quantile."""
         clip = self._session.states.get("clip")
-        return None if clip is None or self._count is None else clip.fraction_of(self._count)
+        return None if clip is None or self.count is None else clip.fraction_of(self.count)
 
     def close(self) -> None:
         """Raise unless the step has emitted what the plan promised for it; then a released count moves C."""
@@ -183,16 +183,11 @@ class Step:
         if not _same(emitted, self.promised):
             events = tuple(Event(*event) for event in emitted)
             raise PrivacyError(f"step {self.number} emitted {events}, its plan promised {self.promised}")
-        if self._count is None and "clip" in self._session.states:
+        if self.count is None and "clip" in self._session.states:
             raise PrivacyError(
                 f"a quantile is set, and the step of {self._session.plan.method} does not adapt the clip norm: leave "
                 "quantile out, or write std = step.adapt_clip(gradients, query, std) before its last release"
             )
-
-    @property
-    def count(self) -> float | None:
-        """The noisy count that moves the clip norm, released; None without a quantile."""
-        return self._count
 
     def _place(self, lot: object) -> int:
         for place, known in enumerate(self.lots):

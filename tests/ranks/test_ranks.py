@@ -252,7 +252,7 @@ def test_people_are_refused_whose_records_would_be_clipped_on_each_rank():
 
     said = in_ranks(2, people)
     assert said[0] == said[1] == ("ConfigurationError", said[0][1])
-    assert "a person's would be clipped on each" in said[0][1]
+    assert "the records of a person would be clipped on each" in said[0][1]
 
 
 def test_models_that_sum_gradients_themselves_are_refused():

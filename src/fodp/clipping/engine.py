@@ -116,6 +116,10 @@ class Engine:
         self._examine(batch, batch_size(batch))
         return self.rows_at_once
 
+    def split_as(self, rows: int | None) -> None:
+        """Record at most this many rows at once, as an earlier part of the run did; None: the next batch decides."""
+        self.rows_at_once = rows
+
     def exactly(self) -> AbstractContextManager[None]:
         """Norms and sums in full precision; the loss alone runs as the caller has switched it."""
         caller = switched_on(self.layout.device.type)

@@ -126,6 +126,12 @@ class Site:
         """A backward pass that was looked at has drawn something, or nothing."""
         self._keyed_backwards = math.inf if drew else max(0, self._keyed_backwards - 1)
 
+    def take_seeded(self) -> None:
+        """It draws from NumPy's or Python's generator: from now on each record is alone, with generators of its own."""
+        self.foreign = True
+        self.take_alone()
+        self.quiet = False
+
     def look_for_foreign(self, work: Callable[[], Any]) -> None:
         """Notice that running the code moves NumPy's or Python's own generator; then it must run alone."""
         before = foreign_state()
@@ -133,9 +139,7 @@ class Site:
             work()
         finally:
             if foreign_state() != before:
-                self.foreign = True
-                self.take_alone()
-                self.quiet = False
+                self.take_seeded()
                 restore_foreign(before)
 
 

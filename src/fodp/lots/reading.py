@@ -147,8 +147,7 @@ class Fetcher:
                 self._reading.look_for_foreign(lambda: found.extend(self._read(indices, None, names)))
                 if not marks.moved() and not self._reading.foreign:
                     return found
-            self._reading.foreign = self._reading.alone = True  # each record with generators of its own from now on
-            self._reading.quiet = False
+            self._reading.take_seeded()
         return [
             self._reading.run(
                 lambda current, at=index: current.forward(lambda: self._records[at]),  # type: ignore[misc]

@@ -126,16 +126,12 @@ class Pull:
         self._streams, self._microbatch, self._summed, self._ahead = streams, microbatch, summed, ahead
         self._watched = [engine.outside, outside]
         self._parameters = tuple(engine.model.parameters())
+        self.layout: Layout = engine.layout  # where each trainable parameter lies in the flat vector
         self.listeners = Listeners(engine.model)
         self._public_sample = public_sample
         self._widths = Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
         self.asked: Lot | None = None  # the lot whose gradients were asked for last
-
-    @property
-    def layout(self) -> Layout:
-        """Where each trainable parameter lies in the flat vector."""
-        return self.engine.layout
 
     def chunks(self, lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Chunks:
         """The lot's examples, in chunks that fit into memory."""
@@ -162,7 +158,7 @@ class Pull:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over a saved state; None: it was left out."""
-        self.engine.rows_at_once = None if state is None else state["rows_at_once"]
+        self.engine.split_as(None if state is None else state["rows_at_once"])
 
     def set_augmentation_aside(self) -> None:
         """From now on records are taken as they are: for audits whose records are no data that could be augmented.
@@ -198,13 +194,14 @@ class Pull:
 
     def _some(self, lot: Lot, source: Source, places: Tensor, look: bool) -> Keyed:
         """The records at these places of a lot; `look`: whether the augmentation is looked at."""
+        records = lot.records[places]
         if self._ahead is None:
-            fetched = self.fetcher.fetch(lot.indices[places], source, lot.records[places])
+            fetched = self.fetcher.fetch(lot.indices[places], source, records)
         else:
             fetched = read(self.fetcher, self._ahead, lot, source, places)
         if self.fetcher.batched_by is not None and len(places) > 1 and self._widths.grow(fetched):
             self._refuse_mixing_collate(lot, places)
-        batch = self._keyed(lot, places, repeat(fetched, self.copies), self._rows(lot.records[places]), source)
+        batch = self._keyed(lot, places, repeat(fetched, self.copies), self._rows(records), source)
         return batch if self.augmentation is None else self.augmentation(batch, look)
 
     def _part(self, lot: Lot, source: Source, part: slice | Tensor) -> Any:
