@@ -28,6 +28,7 @@ __all__ = [
     "ATTACKS",
     "Canvas",
     "Finding",
+    "How",
     "MakeTrainer",
     "Progress",
     "Report",

@@ -45,17 +45,36 @@ def attack_mechanism(
     progress: Progress = silent,
     **how: Unpack[How],
 ) -> Finding:
-    """A lower bound on ε from `trials` guesses for each direction of the gradient (each tensor, and all at once).
-
-    None makes as many as show an error of a tenth in the noise, and not more than 400 000. `secure` None runs the
-    plan in its own mode; a secure one takes its key from the audit's seed.
-
-    Where records take turns, the auditor knows whose turn it is and guesses about these. Of correlated noise it uses
-    what earlier releases say and not what later ones do, as an adversary could: the bound is then less tight.
+    """White-box attack: the auditor paints every gradient, reads every release, and guesses who was in the data.
 
     Guarantee: if every step adds independent Gaussian noise of the promised multiplier to a sum in which one example
     moves by at most its bound, the bound exceeds the plan's ε with probability at most 1 - confidence. It is tight:
     with many trials it comes close to ε. It assumes Poisson sampling as declared, and Gaussian noise.
+
+    Where records take turns, the auditor knows whose turn it is and guesses about these. Of correlated noise it uses
+    what earlier releases say and not what later ones do, as an adversary could: the bound is then less tight.
+
+    Args:
+        plan: the claim under attack.
+        make: what makes trainers, as `plain_trainer` does.
+        trials: guesses for each direction of the gradient (each tensor, and all at once). None makes as many as show
+            an error of a tenth in the noise, and not more than 400 000.
+        confidence: of the bound.
+        progress: called with the fraction that is done.
+        seed, secure: of the audit; see `How`.
+
+    Returns:
+        A `Finding` with a lower bound on ε.
+
+    Raises:
+        ConfigurationError: a number that cannot be.
+
+    Example:
+        >>> import fodp
+        >>> from fodp import audit
+        >>> plan = fodp.Plan(sampling_rate=0.1, steps=5, lot_size=10, noise_multiplier=2.0, delta=1e-3)
+        >>> audit.attack_mechanism(plan, trials=640).consistent
+        True
     """
     checks.open_fraction("confidence", confidence)
     wanted = min(MOST_TRIALS, math.ceil(15_000 / _promised_signal(plan, 0) ** 2)) if trials is None else trials

@@ -42,14 +42,40 @@ def attack_training(
     progress: Progress = silent,
     **how: Unpack[How],
 ) -> Finding:
-    """A lower bound on ε from one training of the whole plan on the data and about half of the `canaries`.
+    """One training of the whole plan on the data and about half of the canaries; then guesses which half.
 
     Guarantee: if the training is (ε, δ)-private, the bound exceeds ε with probability at most 1 - confidence,
     whatever the model, the method and the canaries are. δ is the plan's, or smaller where the confidence demands it;
-    the claimed ε is that of the plan at the same δ. The auditor looks at the model `looks` times, without the
-    augmentation. Where the plan's unit is a person, `owners` says whose the data is (None: each row has its own), and
-    a canary is a person. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's seed.
-    The finding is computed from the data without noise: publish it only if the data is public.
+    the claimed ε is that of the plan at the same δ.
+
+    Args:
+        plan: the claim under attack.
+        model, loss_fn: what is trained.
+        dataset: tensors or a `TensorDataset`. The finding is computed from it without noise: publish it only if the
+            data is public.
+        canaries: records like those of the data; where the plan's unit is a person, each is a person.
+        make: what makes trainers, as `plain_trainer` does.
+        owners: where the plan's unit is a person, whose each row is. None: each row has an owner of its own.
+        looks: how often the auditor looks at the model, without the augmentation.
+        confidence: of the bound.
+        progress: called with the fraction that is done.
+        seed, secure: of the audit; see `How`.
+
+    Returns:
+        A `Finding` with a lower bound on ε.
+
+    Raises:
+        DataError: a data set that is not made of tensors.
+
+    Example:
+        >>> import fodp, torch
+        >>> from fodp import audit
+        >>> data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
+        >>> plan = fodp.Plan(sampling_rate=0.5, steps=3, lot_size=20, noise_multiplier=2.0, delta=1e-3)
+        >>> losses = lambda model, rows: torch.nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")
+        >>> canaries = audit.random_canaries(data, 20, classes=2)
+        >>> audit.attack_training(plan, torch.nn.Linear(3, 2), losses, data, canaries).consistent
+        True
     """
     checks.open_fraction("confidence", confidence)
     pipeline = Pipeline(make, **how)
@@ -158,6 +184,22 @@ def random_canaries(dataset: Any, count: int, classes: int, *, loudness: float =
     """Canaries for data of (inputs, labels), which can only be learnt by heart.
 
     Every input is shuffled over the data by itself and made `loudness` times as strong; labels are drawn at random.
+
+    Args:
+        dataset: tensors or a `TensorDataset` of inputs and labels.
+        count: how many canaries.
+        classes: how many labels there are.
+        loudness: how much stronger than the data.
+        seed: of what is drawn.
+
+    Returns:
+        A `TensorDataset`.
+
+    Example:
+        >>> import torch
+        >>> from fodp import audit
+        >>> len(audit.random_canaries((torch.randn(40, 3), torch.arange(40) % 2), 20, classes=2))
+        20
     """
     inputs, labels = columns(dataset)
     generator = torch.Generator().manual_seed(seed)

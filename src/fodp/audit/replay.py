@@ -37,19 +37,33 @@ def replay_neighbours(
 ) -> Finding:
     """Train on some rows of the data, then again without one of them and with everything else the same.
 
-    Where the plan's unit is a person, a person with all of their rows is taken away.
-
     Given the transcript, bounds, noise, rates and all that leaves the run must be the same with and without the
     example, to the last bit; only the queries' values may differ, by at most their bound. The examples taken away
-    are an ordinary one and planted ones: huge, zero and not finite. The same is done with painted gradients instead
-    of a model, where one example can be as adverse as one likes. The sampling rate is raised so that they take part.
+    are an ordinary one and planted ones: huge, zero and not finite. Where the plan's unit is a person, a person with
+    all of their rows is taken away. The same is done with painted gradients instead of a model, where one example can
+    be as adverse as one likes. Model, loss and augmentation draw as in training: what they draw for the others must
+    not change with the example.
 
-    A longer plan is replayed in short: as one of `steps` steps, with the plan's noise, its schedules and all that is
-    counted in its steps shortened with it, so that what acts late in the plan acts in the replay.
+    Guarantee: deterministic. A fault is a fault.
 
-    The model, the loss and the augmentation draw as they do in training: what they draw for the others must not
-    change with the example. `secure` None replays in both modes, seeded and secure; both runs of a secure pair take
-    one key, made from the audit's seed. Deterministic: a fault is a fault.
+    Args:
+        plan: the claim under attack. A longer plan is replayed in short: its noise stays, its schedules and all that
+            is counted in its steps are shortened with it, so that what acts late in the plan acts in the replay.
+        model, loss_fn: what is trained.
+        dataset: tensors or a `TensorDataset`, of which some rows are taken.
+        make: what makes trainers, as `plain_trainer` does.
+        steps: how many steps at most.
+        rate: the sampling rate of the replay, high enough for the odd examples to take part.
+        progress: called with the fraction that is done.
+        seed, secure: of the audit; see `How`. With `secure` None both modes are replayed.
+
+    Returns:
+        A `Finding` with the distance of every query over its bound.
+
+    Raises:
+        DataError: a data set that is not made of tensors.
+
+    Example: see `audit`.
     """
     steps = min(steps, plan.steps)
     faults: list[str] = []

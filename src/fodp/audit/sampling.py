@@ -35,14 +35,35 @@ def check_sampling(
     progress: Progress = silent,
     **how: Unpack[How],
 ) -> Finding:
-    """Runs the plan's method on made-up records and counts.
+    """Run the plan's method on made-up records and count who was drawn, and what was charged.
 
     Every step must emit the promised events, whoever was drawn and if nobody was; over many steps, each record must
     be drawn at the declared rate, independently of the others, of other steps and of other lots. Where records take
-    turns, this holds of those whose turn it is, and nobody may have two. Exact binomial
-    tests, and a moment-matched one for the spread of lot sizes; a correct sampler fails with probability
-    1 - confidence at most. `secure` None runs the plan in its own mode; a secure one takes its key from the audit's
-    seed.
+    turns, this holds of those whose turn it is, and nobody may have two.
+
+    Guarantee: a correct sampler fails with probability 1 - confidence at most. The tests are exact binomial ones, and
+    one with matched moments for the spread of lot sizes.
+
+    Args:
+        plan: the claim under attack.
+        make: what makes trainers, as `plain_trainer` does.
+        steps: how many steps are counted. None: enough for the plan's rate.
+        confidence: of the finding.
+        progress: called with the fraction that is done.
+        seed, secure: of the audit; see `How`.
+
+    Returns:
+        A `Finding` without a bound on ε.
+
+    Raises:
+        ConfigurationError: a confidence that is no probability.
+
+    Example:
+        >>> import fodp
+        >>> from fodp import audit
+        >>> plan = fodp.Plan(sampling_rate=0.1, steps=5, lot_size=10, noise_multiplier=2.0, delta=1e-3)
+        >>> audit.check_sampling(plan, steps=60).consistent
+        True
     """
     checks.open_fraction("confidence", confidence)
     rate = plan.sampling_rate

@@ -297,7 +297,7 @@ class PrivateClassifier(_PublicScore, ClassifierMixin, _Private):  # type: ignor
         (3,)
     """
 
-    _AUTO_RATIO = 4.0
+    _AUTO_RATIO = 6.0
 
     def __init__(
         self,
@@ -367,8 +367,6 @@ class PrivateLogisticRegression(PrivateClassifier):
         >>> model.fit(rows, rows[:, 0] > 0).coef_.shape
         (2, 2)
     """
-
-    _AUTO_RATIO = 6.0
 
     def __init__(
         self,
