@@ -124,8 +124,8 @@ class Pull:
     ):
         self.engine, self.fetcher, self.augmentation, self.copies = engine, fetcher, augmentation, copies
         self._streams, self._microbatch, self._summed, self._ahead = streams, microbatch, summed, ahead
-        self._watched = [engine.outside, outside]
-        self._parameters = tuple(engine.model.parameters())
+        # What a step must leave as it was: the model, what its loss and the augmentation reach, its parameters.
+        self._kept = engine.model, [engine.outside, outside], tuple(engine.model.parameters())
         self.layout: Layout = engine.layout  # where each trainable parameter lies in the flat vector
         self.listeners = Listeners(engine.model)
         self._public_sample = public_sample
@@ -143,7 +143,7 @@ class Pull:
 
     def unchanged(self) -> KeptState:
         """The model's buffers, and what its loss can reach, as they are before a step."""
-        return KeptState(self.engine.model, self._watched, self._parameters)
+        return KeptState(*self._kept)
 
     def public_records(self, scaling: Any) -> Callable[[int], Any]:
         """Public records for a step: the user's, or made up from what is public of the data's form."""
