@@ -97,7 +97,7 @@ def test_a_plan_is_needed(tmp_path):
 
 
 def test_the_learning_rate_stands_in_one_place(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"params set lr=0.5.*TrainingArguments\(learning_rate"):
+    with pytest.raises(ConfigurationError, match=r"lr=0.5 in params.*TrainingArguments\(learning_rate"):
         trainer(tmp_path, public=dict(params=dict(lr=0.5)))
     with pytest.raises(ConfigurationError, match=r"learning_rate='0\.01', and dp-adambc brings its own update"):
         trainer(tmp_path, public=dict(method="dp-adambc"))

@@ -191,6 +191,14 @@ def test_every_word_of_the_table_is_somebodys_feature():
     assert {word for conflict in CONFLICTS for word in (conflict.one, conflict.other)} <= said
 
 
+def test_every_word_of_a_door_has_a_row_and_is_said_by_a_door():
+    doors = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "src/fodp").rglob("*.py") if file.stem != "conflicts"
+    )
+    assert [word for word in DOORS if f'"{word}": ' not in doors] == []
+    assert DOORS.keys() <= {word for conflict in CONFLICTS for word in (conflict.one, conflict.other)}
+
+
 def test_the_page_is_generated_from_the_table():
     page = (ROOT / "docs/conflicts.md").read_text(encoding="utf-8")
     assert page == conflicts.markdown()

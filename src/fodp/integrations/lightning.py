@@ -32,6 +32,7 @@ from fodp.accounting import RunningEpsilon  # noqa: E402
 from fodp.errors import ConfigurationError  # noqa: E402
 from fodp.identity.private_data import refuse_private  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
+from fodp.options import conflicts  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
 from fodp.ranks import refuse_group  # noqa: E402
@@ -139,11 +140,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {checks.shown(plan)}")
         refuse_other_ledger(ledger)
-        if plan.options.average is not None:
-            raise ConfigurationError(
-                "Lightning scores and saves the module itself, which is the last iterate: leave the plan's average out "
-                "and use Lightning's callback WeightAveraging, which costs no epsilon either"
-            )
+        conflicts.refuse(plan.features, {"Lightning": True})
         self.plan, self.ledger, self.loss_reduction = plan, ledger, loss_reduction
         self.public_validation = public_validation
         self._public, self._public_state = {"epsilon", *public_logs}, tuple(public_state)

@@ -109,7 +109,7 @@ class Method:
             found["a rate that moves"] = f"{rate.moved_by} in params"
         usual = {field.name: self.defaults.get(field.name, field.default) for field in fields(rate)}
         said = [f"{name}={value!r}" for name, value in numbers(rate).items() if value != usual[name]]
-        if said:
+        if said and not self.owns_optimizer:
             found["a rate in params"] = f"{' and '.join(said)} in params"
         return found
 

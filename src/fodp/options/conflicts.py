@@ -19,9 +19,6 @@ DOORS: Mapping[str, str] = {
     "own loop": "a loop of your own",
     "Hugging Face": "Hugging Face's Trainer",
     "Lightning": "Lightning",
-    "Opacus": "from_opacus",
-    "scikit-learn": "scikit-learn's estimators",
-    "an audit": "an audit",
     "several processes": "several processes",
     "a resumed loop": "resume in a loop of your own",
     "a lot in parts": "microbatch in a loop of your own",
@@ -94,6 +91,10 @@ CONFLICTS: tuple[Conflict, ...] = (
              "use fodp.Trainer, or one process"),
     Conflict("a lot in parts", "several processes", "processes divide a lot themselves",
              "use fodp.Trainer, or leave microbatch out"),
+    Conflict("a rate that moves", "Hugging Face", "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) alone moves "
+             "the rate there", "leave it out of params"),
+    Conflict("a rate in params", "Hugging Face", "the learning rate is TrainingArguments(learning_rate=…) there",
+             "set it there and leave it out of params"),
     Conflict("an average", "Lightning", "Lightning scores and saves the module itself, which is the last iterate",
              "leave average out and use Lightning's callback WeightAveraging, which costs no epsilon either"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fodp.errors import ConfigurationError
+from fodp.options import conflicts
 from fodp.plan import Plan
 from fodp.support.checks import shown
 
@@ -131,7 +132,8 @@ RULES = (
 
 
 def refuse(args: Any, plan: Plan) -> None:
-    """Raise for the first argument that contradicts the plan."""
+    """Raise for a plan that this door cannot carry out, and for the first argument that contradicts the plan."""
+    conflicts.refuse(plan.features, {"Hugging Face": True})
     for rule in RULES:
         value = getattr(args, rule.name, None)
         if value is not None and rule.refused(value, plan):
@@ -142,17 +144,7 @@ def refuse(args: Any, plan: Plan) -> None:
 def _refuse_two_learning_rates(args: Any, plan: Plan) -> None:
     """The update belongs to the method if it brings its own, else to the training arguments."""
     method = plan.algorithm
-    if plan.options.rate.acts:
-        raise ConfigurationError(
-            f"the plan's params set {plan.options.rate.moved_by}, and the rate of this trainer is moved by "
-            "TrainingArguments(lr_scheduler_type=…, warmup_steps=…) alone: leave it out of params"
-        )
     if not method.owns_optimizer:
-        if plan.options.rate.lr != method.from_dict({}).options.rate.lr:
-            raise ConfigurationError(
-                f"the plan's params set lr={plan.options.rate.lr!r}, and the learning rate of this trainer is "
-                "TrainingArguments(learning_rate=…): set it there and leave it out of params"
-            )
         return
     usual = {field.name: field.default for field in fields(args)}  # new arguments would reset accelerate's state
     for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim"):
