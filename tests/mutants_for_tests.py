@@ -467,11 +467,11 @@ def loss_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_modules_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.sources.recorder.Recorder._on_any_module", lambda *_: None)
+    patch.setattr("fodp.sources.beside.Beside._returned", lambda *_: None)
 
 
 def joint_losses_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fodp.sources.recorder.Recorder._look_at_losses", lambda *_: None)
+    patch.setattr("fodp.sources.examiner.Examiner._look_at_losses", lambda *_: None)
 
 
 def nothing_summed(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import fodp
 import fodp.clipping.augmentation
 import fodp.clipping.self_check
 import fodp.sampling
+import fodp.sources.examiner
 import fodp.sources.pull
-import fodp.sources.recorder
 from fodp.lots.poisson import PoissonSampler
 from fodp.sampling import Lot
 from fodp.support.looks import Looks, is_rare
@@ -154,13 +154,13 @@ def test_a_resumed_run_looks_at_its_first_two_steps_again(site, looked, lots):
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_a_loop_of_ones_own_is_looked_at_in_its_first_two_steps(microbatch, monkeypatch, lots):
     seen = []
-    look = fodp.sources.recorder.Recorder._look
+    look = fodp.sources.examiner.Examiner._look
 
     def noted(self, *args):
         seen.append(self.looks.step)
         return look(self, *args)
 
-    monkeypatch.setattr(fodp.sources.recorder.Recorder, "_look", noted)
+    monkeypatch.setattr(fodp.sources.examiner.Examiner, "_look", noted)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, loader = fodp.make_private(model, optimizer, DATA, plan(steps=5), microbatch=microbatch)

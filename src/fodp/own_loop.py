@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fodp.clipping.buffers import KeptState
 from fodp.errors import BudgetError, ConfigurationError, DataError
 from fodp.gradients import HERE
 from fodp.inputs.bad_records import refuse_unlike
@@ -28,11 +27,13 @@ from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
 from fodp.sources.ahead import workers_for
-from fodp.sources.beside import KeptModule
+from fodp.sources.beside import Around
+from fodp.sources.examiner import TRAINER, Examiner
 from fodp.sources.hooks import Listeners
 from fodp.sources.opening import Opening
+from fodp.sources.own_lot import LOOP
 from fodp.sources.push import HeldLots, Push
-from fodp.sources.recorder import LOOP, TRAINER, Recorder
+from fodp.sources.recorder import Recorder
 from fodp.sources.trial import refuse_other_sums
 from fodp.state import checkpoint
 from fodp.state.averaged import AveragedWeights
@@ -131,9 +132,9 @@ def make_private(
         "a lot in parts": microbatch is not None,
     }
     opening = Opening(model, dataset, plan, given)
-    recorder = Recorder(model, loss_reduction == "mean")
+    recorder = Recorder(Examiner(model, loss_reduction == "mean", lambda found: loop.refused(found)))
     fetcher = Fetcher(dataset, collate_fn)
-    opening.refuse_unfit(fetcher, None, loss=type(recorder.loss_fn).__name__)
+    opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
     lots, ahead = opening.lots(fetcher, None, 1, workers_for(num_workers, pin_memory), microbatch, pin_memory)
     held = HeldLots(lots, plan.method)
     push = Push(
@@ -182,7 +183,7 @@ class PrivateLoader:
         self._loop = loop
         self._detach = loop.attach()
         self._warned = False  # that there are no lots any more
-        weakref.finalize(self, loop.push.recorder.abandon)
+        weakref.finalize(self, loop.push.recorder.between.abandon)
 
     def __len__(self) -> int:
         return self._loop.plan.steps
@@ -286,21 +287,10 @@ class PrivateLoader:
         """What may be published about this run's privacy if it ends here."""
         return self._loop.course.privacy_card()
 
-    def keep_beside(self, kept: Callable[[], KeptModule]) -> None:
-        """Have what holds the model watched from lot to lot: `kept()` notes what it holds when a lot is handed out."""
-        self._loop.keep_beside(kept)
-
-    def refuse_kept(self) -> None:
-        """Raise if what holds the model has kept something of the lots since the last one was handed out."""
-        self._loop.refuse_kept()
-
-    def forget_kept(self) -> None:
-        """What changes from here to the next lot is not of a lot."""
-        self._loop.forget_kept()
-
-    def keep_again(self) -> None:
-        """What changes from here on may be of a lot again."""
-        self._loop.keep_again()
+    @property
+    def around(self) -> Around:
+        """What holds the model, for packages that have it watched from lot to lot."""
+        return self._loop.around
 
     def close(self) -> None:
         """End the run and give model and optimizer back without hooks. What they learn then is not private."""
@@ -323,9 +313,7 @@ class OwnLoop:
         self._optimizer, self._scheduler = optimizer, scheduler
         self.weights = AveragedWeights(session)
         self._listeners = Listeners(self._model)
-        self._buffers = KeptState(self._model, ())
-        self._keep_beside: Callable[[], KeptModule] | None = None  # of a whole LightningModule, say
-        self._beside: KeptModule | None = None  # as it was when the lot was handed out
+        self.around = Around()
         self._closed = self._stepping = self._stepped = False  # stepped: since the average has taken an iterate in
         self._end: Callable[[], None] = lambda: None  # what gives model and optimizer back
 
@@ -336,7 +324,7 @@ class OwnLoop:
 
     @property
     def _model(self) -> nn.Module:
-        return self.push.recorder.model
+        return self.push.engine.model
 
     @property
     def is_spent(self) -> bool:
@@ -353,10 +341,10 @@ class OwnLoop:
         with self.push.recorder.unheard():
             self._refuse_another_lot()
             self.take_iterate()
-            self.forget_kept()
-            self.keep_again()
+            self.around.pause()
+            self.around.go_on()
             session, number = self.session, self.session.number
-            self._buffers = KeptState(self._model, (), tuple(self._model.parameters()))
+            self.push.keep()
             lot = self._lots.take(number, self.plan.events_at(number)[0].sampling_rate)
             return self.push.hand_out(
                 lot,
@@ -372,7 +360,8 @@ class OwnLoop:
                 f"the plan's {self.plan.steps} steps are done: one pass over the loader is the whole run, and a "
                 "longer one needs another plan"
             )
-        self.refuse_closed()
+        if self._closed:
+            self.refuse_closed()
         refuse_other_group(self.session.processes)
         self.session.refuse_other_process()
         self._listeners.refuse()
@@ -382,8 +371,11 @@ class OwnLoop:
                 f"the lot of step {step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
                 f"for it ({LOOP}; to end a loop early use itertools.islice)"
             )
-        # Of several processes the first one has the account.
-        if not self.session.processes.number(lambda: float(self.course.covers())):
+        processes = self.session.processes  # of several the first one has the account
+        covered = (
+            self.course.covers() if processes.count == 1 else processes.number(lambda: float(self.course.covers()))
+        )
+        if not covered:
             raise BudgetError(
                 f"the budget is spent after step {step} of {self.plan.steps}: other runs on the data took the rest"
             )
@@ -401,24 +393,6 @@ class OwnLoop:
         if self._stepped:
             self.session.average.take(self.session.parameters(), self.course.step, self.plan.steps)
         self._stepped = False
-
-    def keep_beside(self, kept: Callable[[], KeptModule]) -> None:
-        """Watch what holds the model, too."""
-        self._keep_beside = kept
-
-    def refuse_kept(self) -> None:
-        """Raise if what holds the model has kept something of the lots since the last one was handed out."""
-        if self._beside is not None:
-            self._beside.refuse_changes(f"{type(self._beside.module).__name__}")
-
-    def forget_kept(self) -> None:
-        """What changes from here to the next lot is not of a lot."""
-        self.refuse_kept()
-        self._beside = None
-
-    def keep_again(self) -> None:
-        """What changes from here on may be of a lot again."""
-        self._beside = None if self._keep_beside is None or self._closed else self._keep_beside()
 
     def refused(self, found: DataError) -> DataError:
         """What to raise for data that does not fit: before the first release the loop is closed, and costs nothing."""
@@ -463,14 +437,15 @@ class OwnLoop:
         def detach() -> None:
             if not self._closed:
                 self.course.settle()
-            stepped, self._closed = self._lots.held is None, True
+            stepped, kept, self._closed = self._lots.held is None, self.push.unchanged(), True
             self._let_go()
             self.push.close()
+            self.around.close()
             for handle in handles:
                 handle.remove()
             _taken.difference_update(parts)
             if not stepped:  # a lot that the model may have seen, and no step to look at what it has kept
-                self._buffers.refuse_changes()
+                kept.refuse_changes()
 
         self._end = detach
         return detach
@@ -483,8 +458,8 @@ class OwnLoop:
                 "each; other loaders do not sample as the accountant assumes, so nothing would be private"
             )
         self._refuse_changes()
-        self._buffers.refuse_changes()
-        self.refuse_kept()
+        self.push.unchanged().refuse_changes()
+        self.around.refuse_changes()
         self.push.finish()
         try:
             released = self.session.take_step()
@@ -505,7 +480,9 @@ class OwnLoop:
             raise ConfigurationError(
                 "the trainable parameters changed after make_private: add, freeze and unfreeze layers before it"
             )
-        fitting_optimizer(self.session, self._optimizer)
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if held != set(trainable):
+            fitting_optimizer(self.session, self._optimizer)  # says what is wrong with it
         for parameter in self._model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # frozen is frozen, whatever was left there

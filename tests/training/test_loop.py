@@ -203,7 +203,7 @@ def test_the_loader_hands_out_the_plans_poisson_lots():
     _, data = problem()
     sizes = []
     for batch in loader:
-        lot = loader._loop.push.recorder.lot
+        lot = loader._loop.push.recorder.current.lot
         assert lot.rate == 0.2
         assert torch.equal(batch[0], data.tensors[0][lot.indices])
         sizes.append(len(batch[0]))
@@ -478,7 +478,7 @@ def test_the_check_of_the_model_leaves_no_trace():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         model, _, loader = private(model)
-        loader._loop.push.recorder._checked = checked
+        loader._loop.push.engine._checked = checked
         torch.manual_seed(1)
         batch = next(iter(loader))
         outputs = model(batch[0])

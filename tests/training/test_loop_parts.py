@@ -108,7 +108,7 @@ def test_memory_does_not_grow_with_the_number_of_parts():
     recorded = []
     for lot in itertools.islice(loader, 1):
         for inputs, labels in lot:
-            recorded.append(len(loader._loop.push.recorder._recordings))
+            recorded.append(len(loader._loop.push.recorder.current.caught._recordings))
             F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     assert recorded == [1] * 6  # each part begins anew

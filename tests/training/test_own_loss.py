@@ -428,4 +428,4 @@ def test_a_mode_that_was_taken_away_is_noticed():
     stolen = torch.overrides._pop_mode()
     with refused("a function mode was taken away"):
         losses(model, x, y)
-    assert stolen is loader._loop.push.recorder._between
+    assert stolen is loader._loop.push.recorder.between

@@ -124,7 +124,7 @@ def test_criteria_without_memory_metrics_and_averages_of_the_weights_do_no_harm(
 
 @pytest.mark.rule(28)
 def test_a_memory_that_begins_late_is_seen_after_the_next_rare_look(monkeypatch):
-    monkeypatch.setattr("fodp.clipping.engine.is_rare", lambda step: step == 5)
+    monkeypatch.setattr("fodp.support.looks.is_rare", lambda step: step == 5)
     monkeypatch.setattr("fodp.sources.coupling.is_rare", lambda step: step == 5)
     kept, steps = [torch.zeros(())], itertools.count()
 

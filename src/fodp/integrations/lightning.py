@@ -244,7 +244,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         )
         self._undo.append(self._loader.close)
         averages = {m for a in pl_module.modules() if isinstance(a, AveragedModel) for m in a.modules()}
-        self._loader.keep_beside(lambda: KeptModule(pl_module, frozenset(averages), self._public_state))
+        self._loader.around.watch(lambda: KeptModule(pl_module, frozenset(averages), self._public_state))
         self._refuse_plateau(trainer)
         if self._loaded is not None:
             self._loader.load_state_dict(self._loaded, self.ledger)
@@ -315,24 +315,24 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if trainer.state.fn == "validate":
             self._refuse_private_rows("the validation data", trainer.val_dataloaders)
         if self._loader is not None:
-            self._loader.forget_kept()
+            self._loader.around.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What the rest of the epoch leaves in the module may be of its lots."""
         if self._loader is not None and trainer.state.fn == "fit":
-            self._loader.keep_again()
+            self._loader.around.go_on()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse to write what the module has kept of a lot."""
         if self._loader is not None:
-            self._loader.refuse_kept()
+            self._loader.around.refuse_changes()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last lot, too, has left nothing."""
         if self._loader is not None:
-            self._loader.refuse_kept()
+            self._loader.around.refuse_changes()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
@@ -352,7 +352,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         while self._undo:
             self._undo.pop()()
         if self._loader is not None:
-            self._loader.forget_kept()  # hooks of the module at the end of the fit, too
+            self._loader.around.pause()  # hooks of the module at the end of the fit, too
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As after a fit that went well."""

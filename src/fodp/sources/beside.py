@@ -4,15 +4,20 @@ A criterion with class centres, a metric of a LightningModule, a counter in a wr
 noise, and goes with a checkpoint or into the next lot's loss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from fodp.errors import PrivacyError
+from fodp.errors import ConfigurationError, PrivacyError
+from fodp.support.torch_internals import DisableTorchFunction, current_backward, own_buffers, version
+
+if TYPE_CHECKING:
+    from fodp.sources.examiner import Examiner
 
 ADVICE = (
     "what a lot leaves there has no noise and no bound, whatever becomes of it later (a checkpoint, the next lot's "
@@ -80,9 +85,10 @@ class KeptModule:
             if part in self._leaving_out:
                 continue
             prefix = f"{path}." if path else ""
-            for name, buffer in list(part._buffers.items()):
+            buffers = own_buffers(part)
+            for name, buffer in list(buffers.items()):
                 if buffer is not None and not self._is_public(prefix + name):
-                    yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), part._buffers, name)
+                    yield _Held(f"the buffer {prefix}{name}", buffer, _copied(buffer), buffers, name)
             for name, frozen in list(part._parameters.items()):
                 if frozen is not None and not frozen.requires_grad and not self._is_public(prefix + name):
                     yield _Held(f"the parameter {prefix}{name}", frozen, _mark(frozen), part._parameters, name)
@@ -109,43 +115,110 @@ class KeptModule:
         return not _same(before.value, before.copy)
 
 
-class Beside:
-    """The modules, beside the model, that have made something with a gradient of the lot in hand."""
+class Around:
+    """What holds the model, a whole LightningModule for one: what it keeps, compared from lot to lot."""
 
-    def __init__(self, inside: set[nn.Module]):
-        self._inside = frozenset(inside)
+    def __init__(self) -> None:
+        self._kept: Callable[[], KeptModule] | None = None
+        self._now: KeptModule | None = None  # as it was when the lot was handed out
+
+    def watch(self, kept: Callable[[], KeptModule]) -> None:
+        """Watch from the next lot on: `kept()` notes what is held when a lot is handed out."""
+        self._kept = kept
+
+    def refuse_changes(self) -> None:
+        """Raise if it has kept something of the lots since the last one was handed out."""
+        if self._now is not None:
+            self._now.refuse_changes(type(self._now.module).__name__)
+
+    def pause(self) -> None:
+        """What changes from here to the next lot is not of a lot."""
+        self.refuse_changes()
+        self._now = None
+
+    def go_on(self) -> None:
+        """What changes from here on may be of a lot again."""
+        self._now = None if self._kept is None else self._kept()
+
+    def close(self) -> None:
+        """The run is over: there are no more lots."""
+        self._kept = None
+
+
+class Beside:
+    """The modules, beside the model, that have made something with a gradient of the lot in hand.
+
+    While there is a lot to be stepped, hooks on all modules see them; `inside` are the model's own. `engine` says when
+    the library itself is looking.
+    """
+
+    def __init__(self, engine: "Examiner", inside: frozenset[nn.Module]):
+        self._engine, self._inside = engine, inside
         self._kept: dict[nn.Module, KeptModule] = {}
         self._covered: set[nn.Module] = set()
         self._used: set[nn.Module] = set()
-
-    def before(self, module: nn.Module) -> None:
-        """A module is about to be called."""
-        if module not in self._covered:
-            self._covered.update(module.modules())
-            self._kept[module] = KeptModule(module, self._inside)
-
-    def after(self, module: nn.Module, output: Any) -> None:
-        """A module has returned: a metric's values have no gradient, a criterion's do."""
-        if module in self._kept and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
-            self._used.add(module)
+        self._reached: dict[int, str] = {}  # by backward pass: a module that trains, and is not the model's
+        self._followed = {id(parameter) for parameter in engine.layout.parameters}
+        self._handles: list[Any] = [
+            register_module_forward_hook(self._returned),
+            register_module_forward_pre_hook(self._called),
+        ]
 
     def refuse_changes(self) -> None:
         """Raise if one of them has kept something."""
         for module in self._used:
             self._kept[module].refuse_changes(f"{type(module).__name__}, beside the model,")
 
-    def forget(self) -> None:
+    def refuse_trained(self, backwards: set[int]) -> None:
+        """Raise if one of these backward passes has reached a parameter that is not the model's."""
+        for task, kind in self._reached.items():
+            if task in backwards:
+                raise ConfigurationError(
+                    f"the backward pass reached a trainable {kind}, which is not part of the model: an optimizer of "
+                    "its own would train it on gradients without noise. Make it part of the model before make_private, "
+                    "or freeze it (requires_grad_(False))"
+                )
+
+    def end(self) -> None:
         """The lot is over; what one that broke off has left is put back."""
+        for handle in self._handles:
+            handle.remove()
         for module in self._used:
             self._kept[module].restore()
-        self._kept, self._covered, self._used = {}, set(), set()
+
+    def _hears(self) -> bool:
+        return torch.is_grad_enabled() and not self._engine.is_looking
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module in self._inside or not self._hears():
+            return
+        with DisableTorchFunction():
+            if module not in self._covered:
+                self._covered.update(module.modules())
+                self._kept[module] = KeptModule(module, self._inside)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A metric's values have no gradient, a criterion's do. Do its parameters get one, too?"""
+        if torch.compiler.is_compiling() or module in self._inside or not self._hears():
+            return
+        if module in self._kept and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+            self._used.add(module)
+        kind = type(module).__name__
+
+        def reached(_: Tensor) -> None:
+            self._reached[current_backward()] = kind
+
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in self._followed:
+                self._followed.add(id(parameter))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(reached))
 
 
 def _mark(frozen: Tensor) -> Any:
     """By what a parameter is known that does not train: a copy of a small one, else its place and count of writes."""
     if frozen.is_cpu and frozen.numel() <= _COPIED:
         return frozen.detach().clone()
-    return id(frozen), frozen._version, frozen.data_ptr()
+    return id(frozen), version(frozen), frozen.data_ptr()
 
 
 def _copied(value: Any) -> Any:

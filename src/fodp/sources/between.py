@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from fodp.errors import ConfigurationError
 from fodp.sources.tape import Tape
+from fodp.support.torch_internals import DisableTorchFunction, current_backward
 
 WAY_OUT = (
     "compute one loss per example (reduction='none') and call loader.backward(losses) instead of loss.backward(); in a "
@@ -33,7 +34,7 @@ class Between(TorchFunctionMode):
         super().__init__()
         self.tape: Tape | None = None
         self._rows = 0  # of the lot that waits for its step; 0: none does
-        self._joint: dict[int, str] = {}  # by backward pass
+        self.joint: dict[int, str] = {}  # by backward pass, why it couples examples
         self._on = False
         self.abandoned = False  # its loader is gone, while a lot waited for its step
 
@@ -44,7 +45,7 @@ class Between(TorchFunctionMode):
         kwargs = kwargs or {}
         before = None if tape is None else tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if counts and isinstance(result, Tensor) and result.requires_grad:
                 why = _coupled(func, args, kwargs, self._rows)
                 if why is not None:
@@ -56,24 +57,34 @@ class Between(TorchFunctionMode):
     def open(self, rows: int, tape: Tape | None) -> None:
         """Begin with a lot, or a part of one, of so many rows; without a tape not before the model has an output."""
         self.close()
-        self.tape, self._rows, self._joint = tape, rows, {}
+        self.tape, self._rows, self.joint = tape, rows, {}
         if tape is not None:
             self._enter()
 
-    def model_returned(self) -> None:
-        """From here on a loss may be computed."""
-        if self._rows:
+    def pause(self) -> bool:
+        """Work of the library's own, or the model's forward pass, begins; returns whether it was listened to."""
+        was_on = self._on
+        if was_on:
+            self._leave()
+        return was_on
+
+    def go_on(self) -> None:
+        """Listen again, while there is a lot to be stepped or a tape."""
+        if self.tape is not None or self._rows:
             self._enter()
 
     def end_lot(self) -> None:
         """The lot was stepped: what is made of it from here on is only followed, if there is a tape."""
-        self._rows, self._joint = 0, {}
+        self._rows, self.joint = 0, {}
         if self.tape is None:
             self.close()
+        else:
+            self.tape.end_lot()
 
     def close(self) -> None:
         """Listen no longer."""
-        self._leave()
+        if self._on:
+            self._leave()
         self.tape, self._rows = None, 0
 
     def abandon(self) -> None:
@@ -85,23 +96,21 @@ class Between(TorchFunctionMode):
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Work of the library's own, and the model's forward pass, are not listened to."""
-        with_it = self._on
-        if with_it:
-            self._leave()
+        was_on = self.pause()
         try:
             yield
         finally:
-            if with_it and (self.tape is not None or self._rows):
-                self._enter()
+            if was_on:
+                self.go_on()
 
     def refuse_joint(self, task: int) -> None:
         """Raise if this backward pass has come through a mean that couples the lot."""
-        if task in self._joint:
-            raise ConfigurationError(f"{self._joint[task]}: {WAY_OUT}")
+        if task in self.joint:
+            raise ConfigurationError(f"{self.joint[task]}: {WAY_OUT}")
 
     def _hearing(self, why: str) -> Callable[[Tensor], None]:
         def hear(_: Tensor) -> None:
-            self._joint[torch._C._current_graph_task_id()] = why
+            self.joint[current_backward()] = why
 
         return hear
 
@@ -111,8 +120,6 @@ class Between(TorchFunctionMode):
         self._on = True
 
     def _leave(self) -> None:
-        if not self._on:
-            return
         self._on = False
         if not leave(self) and self._rows:
             raise ConfigurationError(

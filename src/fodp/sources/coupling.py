@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fodp.clipping.padding import ADVICE
 from fodp.errors import ConfigurationError
 from fodp.sources.between import WAY_OUT
+from fodp.sources.padding import weights
 from fodp.sources.tape import Memories, Tape, same_functions
 from fodp.support import checks
 from fodp.support.looks import is_rare
@@ -79,9 +80,9 @@ class Coupling:
             return True
         if step in self._steps:
             return False
-        few = len(self._steps) < FIRST_LOTS
-        after_a_look = is_rare(step - 1)  # a memory shows in the lot after the one that it was made of
-        return few or look_again or after_a_look or (not self._reduction_known and len(self._steps) < _MOST)
+        if look_again or len(self._steps) < FIRST_LOTS or (not self._reduction_known and len(self._steps) < _MOST):
+            return True
+        return is_rare(step - 1)  # a memory shows in the lot after the one that it was made of
 
     def tape(self, rows: int) -> Tape:
         """A tape for a lot of so many rows."""
@@ -107,6 +108,28 @@ class Coupling:
             raise ConfigurationError(_MEMORY)
         if tape.rows > 1 and tape.calls() and any(map(_has_moved, repeat(tape), _replacements(tape))):
             raise ConfigurationError(_MIXED_ROWS)
+
+    def refuse_crossing(self, tape: Tape, losses: Tensor) -> None:
+        """Raise if the loss of one example has a gradient at the model's outputs for another."""
+        outputs = tape.outputs()
+        if not outputs:
+            return
+        factors = 1 + weights(len(losses)).abs().to(losses)
+        try:
+            plain, scaled = (
+                torch.autograd.grad(losses, outputs, start, retain_graph=True, allow_unused=True)
+                for start in (torch.ones_like(losses), factors)
+            )
+        except RuntimeError:
+            return  # a compiled loss, whose graph can be gone through once
+        finally:
+            tape.forget_found()
+        if not _each_its_own(plain, scaled, factors):
+            raise ConfigurationError(
+                "loader.backward: the loss of one example depends on the model's outputs for others (pairs, a mean or "
+                "a normalisation over the lot), so that one example more changes the gradients of all: compute each "
+                "loss from its own example alone"
+            )
 
     def refuse(self, tape: Tape, step: int, shapes: Shapes = ()) -> None:
         """Raise unless one example's gradient depends on that example alone, as far as this lot shows.
@@ -311,7 +334,7 @@ def _among(number: float, read: list[float]) -> bool:
     return any(_is(number, other) or (number != 0 and _is(1 / number, other)) for other in read)
 
 
-def each_its_own(plain: Sequence[Tensor | None], scaled: Sequence[Tensor | None], factors: Tensor) -> bool:
+def _each_its_own(plain: Sequence[Tensor | None], scaled: Sequence[Tensor | None], factors: Tensor) -> bool:
     """Whether the gradient of losses times factors is, row by row, that of the losses times the row's factor."""
     for one, other in zip(plain, scaled, strict=True):
         if (one is None) != (other is None):

@@ -22,8 +22,9 @@ class Listeners:
 def _refuse_others(name: str, parameter: nn.Parameter) -> None:
     """A loop of the user's own, made private in this process, watches for models that are not in it: that is ours."""
     hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
-    if any(not str(getattr(hook, "__module__", "")).startswith("fodp.") for hook in hooks):
-        raise ConfigurationError(
-            f"a hook on the parameter {name} would be given gradients without noise: remove it "
-            "(wandb.watch: log='parameters', or WANDB_WATCH=false)"
-        )
+    for hook in hooks:
+        if not str(getattr(hook, "__module__", "")).startswith("fodp."):
+            raise ConfigurationError(
+                f"a hook on the parameter {name} would be given gradients without noise: remove it "
+                "(wandb.watch: log='parameters', or WANDB_WATCH=false)"
+            )

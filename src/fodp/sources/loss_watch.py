@@ -32,22 +32,24 @@ class LossWatch(TorchFunctionMode):
         super().__init__()
         self._busy = busy  # whether the model is being looked at, with other rows than the lot's
         self._columns = tensor_columns(dataset) if fetcher.rows_at_once is not None else None
-        self._refused, self._on, self._done = refused, False, False
+        self._refused = refused
+        self._on = self.is_entered = False
+        self.is_done = False  # all labels were looked at
         self._batch: Any = None
         self._indices = torch.zeros(0, dtype=torch.int64)
 
     def start(self, batch: Any, indices: Tensor) -> None:
         """From here on, for the records of this batch."""
-        if self._done or not len(indices):
+        if not len(indices):
             return
-        self._batch, self._indices, self._on = batch, indices, True
+        self._batch, self._indices, self._on, self.is_entered = batch, indices, True, True
         if not any(mode is self for mode in torch.overrides._get_current_function_mode_stack()):
             enter_below(self)
 
     def stop(self) -> None:
         """Until the next batch."""
         self._on, self._batch = False, None
-        leave(self)
+        self.is_entered = not leave(self)  # it cannot be left from inside of a call that it looks at
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and look at its labels if it is a loss of classes."""
@@ -69,7 +71,7 @@ class LossWatch(TorchFunctionMode):
         ignored = named.get("ignore_index", rest[2] if len(rest) > 2 else IGNORED)
         for column, part in zip(self._columns, self._leaves(), strict=False):
             if part is target or (part.shape == target.shape and part.data_ptr() == target.data_ptr()):
-                self._done = True  # for all lots
+                self.is_done = True  # for all lots
                 wrong = out_of_range(column, scored(input), ignored).nonzero()
                 if len(wrong):
                     self._raise(int(wrong[0]), scored(input))

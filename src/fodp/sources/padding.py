@@ -21,7 +21,7 @@ from fodp.sampling import Lot
 from fodp.support import forms
 
 if TYPE_CHECKING:
-    from fodp.sources.recorder import Recorder
+    from fodp.sources.examiner import Examiner
 
 Shapes = list[tuple[int, dict[tuple[int, ...], tuple[int, ...]]]]  # of a place: shapes in the lot, and the record's own
 Common = list[tuple[slice, ...]]  # of outputs: what a record has alone and in its lot
@@ -38,7 +38,7 @@ class Padded:
     rows: int
     shapes: Shapes = field(default_factory=list)
 
-    def refuse_difference(self, recorder: "Recorder", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def refuse_difference(self, engine: "Examiner", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if the model gives a record another output, or that another gradient, with its lot's padding than
         without."""
         leaves, form = tree_flatten((args, kwargs))
@@ -56,10 +56,10 @@ class Padded:
             in_lot, alone = leaves.copy(), leaves.copy()
             for i, place in zip(places, sources, strict=True):
                 in_lot[i], alone[i] = leaves[i].detach()[row : row + 1], own[place]
-            passes = [_OnePass(recorder, given, form, self.source, record) for given in (in_lot, alone)]
+            passes = [_OnePass(engine, given, form, self.source, record) for given in (in_lot, alone)]
             outputs = [each.outputs(False) for each in passes]
             self.shapes.append((row, _shapes([*self.batch, *outputs[0]], [*own, *outputs[1]])))
-            if not self_check.is_rounding(recorder, _apart(passes), lambda passes=passes: _apart(passes, True)):  # type: ignore[misc]
+            if not self_check.is_rounding(engine, _apart(passes), lambda passes=passes: _apart(passes, True)):  # type: ignore[misc]
                 raise DataError(
                     f"the model's output for a record depends on how far other records of its lot make "
                     f"{self.batched_by} pad it: one long record would change the gradients of all: {ADVICE}"
@@ -79,7 +79,7 @@ class Padded:
 class _OnePass:
     """The model on one record, in one of its two shapes."""
 
-    recorder: "Recorder"
+    engine: "Examiner"
     leaves: list[Any]  # the model's arguments
     form: TreeSpec
     source: Source
@@ -97,8 +97,10 @@ class _OnePass:
             telling = [part for part in parts if part.requires_grad]
             if not telling:
                 return parts
-            loss = torch.stack([(part * _weights(part)).sum().double() for part in telling]).sum()
-            parameters = self.recorder.layout.parameters
+            loss = torch.stack(
+                [(part * weights(part.numel()).reshape(part.shape).to(part)).sum().double() for part in telling]
+            ).sum()
+            parameters = self.engine.layout.parameters
             gradients = current.backward(lambda: torch.autograd.grad(loss, parameters, allow_unused=True))
             return [*parts, torch.cat([g.to_dense().flatten() for g in gradients if g is not None])]
 
@@ -110,13 +112,13 @@ class _OnePass:
         args, kwargs = tree_unflatten(given, self.form)
 
         def passed(current: Pass) -> list[Tensor]:
-            outputs = current.forward(lambda: self.recorder.model(*args, **kwargs))
+            outputs = current.forward(lambda: self.engine.model(*args, **kwargs))
             found = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.shape[:1] == (1,)]
             return work(current, [o for o in found if o.is_floating_point()])
 
         with torch.enable_grad():
             records = torch.tensor([self.record])
-            found: list[Tensor] = self.recorder.site.run(passed, self.source, records, lambda rows: None, single=True)
+            found: list[Tensor] = self.engine.site.run(passed, self.source, records, lambda rows: None, single=True)
         return [number.detach() for number in found]
 
 
@@ -146,9 +148,9 @@ def _two(here: Any, alone: Any) -> bool:
     return isinstance(here, Tensor) and isinstance(alone, Tensor) and 0 < here.dim() == alone.dim()
 
 
-def _weights(part: Tensor) -> Tensor:
+def weights(count: int) -> Tensor:
     """Fixed numbers, without PyTorch's generator."""
-    return torch.arange(1, part.numel() + 1, dtype=torch.float64).mul(12.9898).sin().reshape(part.shape).to(part)
+    return torch.arange(1, count + 1, dtype=torch.float64).mul(12.9898).sin()
 
 
 def compare_alone(fetcher: Fetcher, lot: Lot, source: Source, batch: Any) -> Padded | None:

@@ -1,29 +1,30 @@
 """The source of a loop of one's own: the loader hands out its lots, the owner's passes fill it."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fodp.clipping.buffers import KeptState
 from fodp.clipping.chunks import Chunks
+from fodp.clipping.engine import Engine
 from fodp.clipping.padding import LOTS_COMPARED, Widths
 from fodp.draws import Source
 from fodp.errors import ConfigurationError, DataError
 from fodp.gradients import HERE, Chunk, ClipRule, Gradients, Points
 from fodp.inputs.bad_records import explain_reading
-from fodp.layout import Layout
 from fodp.lots.reading import Fetcher
 from fodp.noise import Streams
 from fodp.queries import Factor
 from fodp.sampling import Lot, Lots
 from fodp.sources.ahead import Ahead, read
+from fodp.sources.examiner import TRAINER
 from fodp.sources.loss_watch import LossWatch
 from fodp.sources.padding import compare_alone
 from fodp.sources.parts import GatheredChunk, LotParts
-from fodp.sources.recorder import TRAINER, Recorder
-from fodp.support.looks import Looks, is_rare
+from fodp.sources.recorder import Recorder
+from fodp.support.looks import Looks
 
 
 class HeldLots:
@@ -76,39 +77,38 @@ class Push:
         *,
         microbatch: int | None = None,
         ahead: Ahead | None = None,
-        refused: Callable[[DataError], DataError] = lambda found: found,
-        abandon: Callable[[], None] = lambda: None,
+        refused: Callable[[DataError], DataError],
+        abandon: Callable[[], None],
     ):
         self.recorder, self._fetcher, self._streams, self._ahead = recorder, fetcher, streams, ahead
         self._microbatch, self._abandon = microbatch, abandon  # what ends a lot that broke off
         self._gathered: GatheredChunk | None = None
         self._parts: LotParts | None = None
-        self._parameters = tuple(recorder.model.parameters())
+        self.engine, self.layout = recorder.engine, recorder.engine.layout
+        self._kept: KeptState | None = None  # the model's buffers and versions, as they were when the lot was drawn
         self._widths, self._collate_looks = Widths(), Looks(LOTS_COMPARED)
-        self._labels = LossWatch(dataset, fetcher, refused, lambda: recorder.is_looking)
-        recorder.refuse_by(refused)
-
-    @property
-    def layout(self) -> Layout:
-        """Where each trainable parameter lies in the flat vector."""
-        return self.recorder.layout
+        self._labels = LossWatch(dataset, fetcher, refused, lambda: recorder.engine.is_looking)
 
     def chunks(self, lot: Lot, at: Points, factors: tuple[Factor, ...] | None, exact: bool) -> Iterable[Chunk]:
         """What the owner's passes have recorded of the lot."""
         if at is not HERE:
             raise ConfigurationError(f"this method wants gradients at other points than the model's: {TRAINER}")
-        if self._gathered is not None and lot is not self.recorder.lot:
+        current = self.recorder.current
+        if self._gathered is not None and (current is None or lot is not current.lot):
             return [self._gathered]
-        return Chunks(self.recorder, (lot.indices,), factors=factors, exact=exact)
+        assert current is not None
+        return Chunks(cast(Engine, current.caught), (lot.indices,), factors=factors, exact=exact)
+
+    def keep(self) -> None:
+        """A lot is about to be handed out: from here to the end of its step the model may write into nothing."""
+        self._kept = KeptState(self.engine.model, (), tuple(self.engine.model.parameters()))
 
     def unchanged(self) -> KeptState:
-        """The model's buffers as they are before a step."""
-        return KeptState(self.recorder.model, (), self._parameters)
-
-    @property
-    def engine(self) -> Recorder:
-        """The recorder of the owner's passes."""
-        return self.recorder
+        """The model's buffers as they were when the lot was handed out."""
+        if self._kept is None:
+            self.keep()
+        assert self._kept is not None
+        return self._kept
 
     def public_records(self, scaling: Any) -> None:
         """None: there is no loss here that could be shown public records."""
@@ -140,7 +140,7 @@ class Push:
                 except BaseException:  # perhaps half of it is in the sum, and it must not get there twice
                     self._abandon()
                     raise
-                self.recorder.start_between_parts()
+                self.recorder.end()
 
         self._parts = LotParts(
             lot, self._microbatch, lambda part, places: self._hand_out(lot, part, places), self._refuse_part, take_in
@@ -149,7 +149,7 @@ class Push:
 
     def finish(self) -> None:
         """Raise unless the owner's passes over the lot are complete and understood."""
-        self._labels.stop()  # the owner's loss is over; what follows is no business of it
+        self.stop_listening()  # the owner's loss is over; what follows is no business of it
         if self._parts is None:
             self.recorder.refuse_incomplete()
         else:
@@ -159,17 +159,18 @@ class Push:
         """The lot is over."""
         if self._parts is not None:
             self._parts.end()
-        self._gathered = self._parts = None
-        self._labels.stop()
-        self.recorder.start(None)
+        self._gathered = self._parts = self._kept = None
+        self.stop_listening()
+        self.recorder.end()
 
     def stop_listening(self) -> None:
         """The loop is broken off, or goes on later."""
-        self._labels.stop()
+        if self._labels.is_entered:
+            self._labels.stop()
 
     def close(self) -> None:
         """The run is over: end what listens, and the processes that read ahead."""
-        self.recorder.stop_listening()
+        self.recorder.between.close()
         if self._ahead is not None:
             self._ahead.close()
 
@@ -180,11 +181,14 @@ class Push:
     def _hand_out(self, lot: Lot, part: Lot, places: Tensor) -> Any:
         """The batch of a part of the lot, or of all of it; from here on the model is listened to."""
         try:
-            source, again = Source(self._streams, lot.step, lot.name), is_rare(lot.step)
-            batch = read(self._fetcher, self._ahead, lot, source, places)
-            self.recorder.at_step(lot.step)
+            source = Source(self._streams, lot.step, lot.name)
+            self.engine.at_step(lot.step)
+            if self._ahead is None:
+                batch = self._fetcher.fetch(part.indices, source, part.records)
+            else:
+                batch = read(self._fetcher, self._ahead, lot, source, places)
             collates, several = self._fetcher.batched_by is not None, len(part.indices) > 1
-            looks = collates and self._collate_looks.due(lot.step, again)
+            looks = collates and self._collate_looks.due(lot.step, self.engine.looks.again)
             looks = looks or (collates and several and self._widths.grow(batch))
             if looks and several:  # one record alone tells nothing
                 self._collate_looks.told(lot.step)
@@ -196,5 +200,6 @@ class Push:
             if found is not None:
                 raise found from found.__cause__
             raise
-        self._labels.start(batch, part.indices)
+        if not self._labels.is_done:
+            self._labels.start(batch, part.indices)
         return batch

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fodp.support.torch_internals import DisableTorchFunction, base
+
 _SET = torch.Tensor.__setitem__
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__)
@@ -82,6 +84,10 @@ class Tape:
         self.was_read_out = False  # into arrays or lists, behind which nothing is seen
         self._stepped = False
 
+    def take_by_example(self) -> None:
+        """The owner gives one loss per example, so no reduction is declared."""
+        self.by_example = True
+
     def add(self, tensor: Tensor, of_model: bool = False) -> None:
         """A leaf."""
         if id(tensor) in self._leaves or id(tensor) in self._made:
@@ -115,7 +121,7 @@ class Tape:
             return None
         if not (_writes(func) and args and isinstance(args[0], Tensor)) or id(args[0]) in self._saved:
             return None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             inner = id(args[0]) in self._made or id(args[0]) in self._leaves
             reached = any(map(self._is_known, _tensors((args[1:], kwargs)))) or self._is_memory(args[0])
             return args[0].detach().clone() if reached and not inner and args[0].numel() else None
@@ -138,7 +144,7 @@ class Tape:
         results = _tensors(result)
         if target is not None and before is not None:
             self._saved[id(target)] = (target, before)
-            behind = self._aliases.get(id(target), (target, target._base))[1]
+            behind = self._aliases.get(id(target), (target, base(target)))[1]
             self._made |= {id(written): written for written in (target, behind) if written is not None}
         for tensor in results:
             if not tensor.is_leaf or not tensor.requires_grad:  # not a parameter that was handed through
