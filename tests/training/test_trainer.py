@@ -1,5 +1,7 @@
 """The trainer: repeatable, resumable at any step, honest about what it spent."""
 
+import dataclasses
+import inspect
 import os
 import pickle
 import signal
@@ -17,6 +19,7 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.ledger import Ledger
+from fodp.sources.pull import Reading
 from fodp.state import checkpoint
 from fodp.state.fitting import steps_within
 from fodp.trainer import Trainer
@@ -673,3 +676,13 @@ class TestOtherVersions:
     def test_a_seeded_run_is_not_replayed_by_other_code(self, tmp_path, monkeypatch, versions):
         with pytest.raises(fodp.PrivacyError, match=r"was written with .* bit for bit"):
             self.saved(tmp_path, monkeypatch, 0, **versions)
+
+
+def test_what_a_reading_knows_are_keywords_of_the_trainer():
+    known = inspect.signature(Trainer.__init__).parameters
+    fields = {field.name for field in dataclasses.fields(Reading)}
+    assert fields < set(known)
+    assert "reading" not in known
+    assert trainer(microbatch=5, copies=1).source is not None
+    with pytest.raises(fodp.ConfigurationError, match="here it is microbatch"):
+        trainer(microbatch_size=5)
