@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fodp.session import Session
-from fodp.testing import (
+from fodp.testing.problem import (
     ODD,
     SIZE,
     StopAfter,

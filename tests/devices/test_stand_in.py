@@ -16,7 +16,7 @@ from fodp.methods import METHODS
 from fodp.noise import Streams
 from fodp.queries import Query
 from fodp.release import release
-from fodp.testing import data, network, plan
+from fodp.testing.problem import data, network, plan
 from fodp.trainer import Trainer
 from stand_in_for_tests import IS_THERE, NAME, OnStandIn, counted, device
 

@@ -258,7 +258,7 @@ class TestWrongRule:
         def clean(session, rule, fresh):
             model = network()
             model.load_state_dict(session.source.engine.model.state_dict())
-            testing.losses(model, private_columns(session.source)).sum().backward()
+            testing.problem.losses(model, private_columns(session.source)).sum().backward()
             parameters = list(model.parameters())
             return rule.factor(parameters, [p.grad for p in parameters], along([0.1] * len(parameters)))
 

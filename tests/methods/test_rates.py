@@ -287,7 +287,7 @@ class TestWrongRate:
 
             def tune(self, optimizer, session, state):
                 model = network()
-                testing.losses(model, private_columns(session.source)).sum().backward()
+                testing.problem.losses(model, private_columns(session.source)).sum().backward()
                 size = sum(p.grad.square().sum() for p in model.parameters())
                 optimizer.param_groups[0]["lr"] = 1 / (1 + float(size))
 

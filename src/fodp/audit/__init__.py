@@ -77,8 +77,8 @@ def audit(
         trials: guesses of the mechanism attack for each direction; None makes enough to show a tenth too little noise.
         confidence: of the whole report.
         progress: called with an attack and the fraction of it that is done.
-        seed: of the audit's own random numbers, and of the key of secure runs, so that an audit can be repeated.
-        secure: True or False runs everything in that mode; None runs the plan in its own and the replay in both.
+        how: `seed` of the audit's own random numbers, and of the key of secure runs, so that an audit can be repeated;
+            `secure` True or False runs everything in that mode, None the plan in its own and the replay in both.
 
     Returns:
         A `Report`: `consistent`, `exit_code`, `epsilon_lower`, a `Finding` for each attack, `to_dict()`.

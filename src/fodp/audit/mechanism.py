@@ -61,7 +61,7 @@ def attack_mechanism(
             an error of a tenth in the noise, and not more than 400 000.
         confidence: of the bound.
         progress: called with the fraction that is done.
-        seed, secure: of the audit; see `How`.
+        how: `seed` and `secure` of the audit, see `How`.
 
     Returns:
         A `Finding` with a lower bound on ε.

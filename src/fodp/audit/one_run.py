@@ -59,7 +59,7 @@ def attack_training(
         looks: how often the auditor looks at the model, without the augmentation.
         confidence: of the bound.
         progress: called with the fraction that is done.
-        seed, secure: of the audit; see `How`.
+        how: `seed` and `secure` of the audit, see `How`.
 
     Returns:
         A `Finding` with a lower bound on ε.

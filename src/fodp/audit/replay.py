@@ -55,7 +55,7 @@ def replay_neighbours(
         steps: how many steps at most.
         rate: the sampling rate of the replay, high enough for the odd examples to take part.
         progress: called with the fraction that is done.
-        seed, secure: of the audit; see `How`. With `secure` None both modes are replayed.
+        how: `seed` and `secure` of the audit, see `How`. With `secure` None both modes are replayed.
 
     Returns:
         A `Finding` with the distance of every query over its bound.
@@ -63,7 +63,14 @@ def replay_neighbours(
     Raises:
         DataError: a data set that is not made of tensors.
 
-    Example: see `audit`.
+    Example:
+        >>> import fodp, torch
+        >>> from fodp import audit
+        >>> data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
+        >>> plan = fodp.Plan(sampling_rate=0.5, steps=3, lot_size=20, noise_multiplier=2.0, delta=1e-3)
+        >>> losses = lambda model, rows: torch.nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")
+        >>> audit.replay_neighbours(plan, torch.nn.Linear(3, 2), losses, data).consistent
+        True
     """
     steps = min(steps, plan.steps)
     faults: list[str] = []

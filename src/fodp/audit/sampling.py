@@ -50,7 +50,7 @@ def check_sampling(
         steps: how many steps are counted. None: enough for the plan's rate.
         confidence: of the finding.
         progress: called with the fraction that is done.
-        seed, secure: of the audit; see `How`.
+        how: `seed` and `secure` of the audit, see `How`.
 
     Returns:
         A `Finding` without a bound on ε.

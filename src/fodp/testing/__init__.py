@@ -9,43 +9,7 @@ and does not replace the argument why the promised events are right.
 """
 
 from fodp.testing.checks import CHECKS, PARTS
-from fodp.testing.problem import (
-    ODD,
-    SIZE,
-    StopAfter,
-    adversarial_data,
-    data,
-    delete_one,
-    flat,
-    losses,
-    network,
-    path,
-    plan,
-    public_loss,
-    record,
-    trainer,
-)
+from fodp.testing.problem import delete_one
 from fodp.testing.suite import MethodReport, check_method, faults, registered
 
-__all__ = [
-    "CHECKS",
-    "ODD",
-    "PARTS",
-    "SIZE",
-    "MethodReport",
-    "StopAfter",
-    "adversarial_data",
-    "check_method",
-    "data",
-    "delete_one",
-    "faults",
-    "flat",
-    "losses",
-    "network",
-    "path",
-    "plan",
-    "public_loss",
-    "record",
-    "registered",
-    "trainer",
-]
+__all__ = ["CHECKS", "PARTS", "MethodReport", "check_method", "delete_one", "faults", "registered"]
