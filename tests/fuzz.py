@@ -502,16 +502,21 @@ def _note(worst: Worst, lot: Lot, alone: float, whole: bool, repeat: str) -> Non
 
 def fuzz(seconds: float, kinds: list[str], seed: int = 0, report: Callable[[str], None] = print) -> dict[str, Worst]:
     """Search each kind for its share of the time, until something is found."""
-    found = {kind: Worst() for kind in kinds}
-    begin = time.monotonic()
+    found, begin = {}, time.monotonic()
     for place, kind in enumerate(kinds):
         end = begin + seconds * (place + 1) / len(kinds)
-        worst, round_ = found[kind], 0
-        while (time.monotonic() < end and not worst.fault) or not round_:
-            search(kind, seed + round_, worst, lambda end=end: time.monotonic() > end)
-            round_ += 1
-        report(line(kind, worst))
+        found[kind] = climbed(kind, seed, lambda _, end=end: time.monotonic() > end)
+        report(line(kind, found[kind]))
     return found
+
+
+def climbed(kind: str, seed: int, enough: Callable[[Worst], bool]) -> Worst:
+    """Search one kind from one random start after the other, until it is enough or something is found."""
+    worst, round_ = Worst(), 0
+    while (not enough(worst) and not worst.fault) or not round_:
+        search(kind, seed + round_, worst, lambda: enough(worst))
+        round_ += 1
+    return worst
 
 
 def line(kind: str, worst: Worst) -> str:

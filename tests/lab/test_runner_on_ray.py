@@ -34,7 +34,7 @@ fodp.register(Mine)
 """
 
 
-RUNS = 40  # enough that on a busy machine too some are left when the first have been seen
+RUNS = 30  # enough that on a busy machine too some are left when the first have been seen
 
 
 def without_time(records):
@@ -89,6 +89,7 @@ def test_the_same_records_as_here_and_a_module_of_the_users_own(tmp_path, monkey
     assert {int(file.name) for file in (tmp_path / "seen").iterdir()} > {os.getpid()}  # workers have imported it
 
 
+@pytest.mark.timeout(900)  # Ray starts three times
 def test_stopped_killed_and_a_worker_killed(tmp_path):
     """Three drivers, one after the other: what ends before its time costs nothing but time."""
     path, script = tmp_path / "r.jsonl", tmp_path / "go.py"
