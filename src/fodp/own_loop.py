@@ -26,7 +26,7 @@ from fodp.lots.reading import Collate, Fetcher
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
-from fodp.sources.ahead import workers_for
+from fodp.sources.ahead import Ahead, workers_for
 from fodp.sources.beside import Around
 from fodp.sources.examiner import TRAINER, Examiner
 from fodp.sources.hooks import Listeners
@@ -121,9 +121,7 @@ def make_private(
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     refuse_other_ledger(ledger)
-    _refuse_unfit(model, optimizer)
-    warn_of_large_rates(optimizer)
-    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
+    _refuse_unfit(model, optimizer, scheduler)
     given = {
         "own loop": True,
         "an optimizer of yours": True,
@@ -137,16 +135,7 @@ def make_private(
     opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
     lots, ahead = opening.lots(fetcher, None, 1, workers_for(num_workers, pin_memory), microbatch, pin_memory)
     held = HeldLots(lots, plan.method)
-    push = Push(
-        recorder,
-        fetcher,
-        opening.streams,
-        dataset,
-        microbatch=None if microbatch is None else checks.whole("microbatch", microbatch),
-        ahead=ahead,
-        refused=lambda found: loop.refused(found),
-        abandon=lambda: loop.abandon_lot(),
-    )
+    push = _push(recorder, fetcher, opening, dataset, microbatch, ahead, lambda: loop)
     session = opening.session(push, held)
     fitting_optimizer(session, optimizer)
     if microbatch is not None:
@@ -164,12 +153,36 @@ def make_private(
     return model, optimizer, PrivateLoader(loop)
 
 
-def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a model or an optimizer that cannot be made private."""
+def _push(
+    recorder: Recorder,
+    fetcher: Fetcher,
+    opening: Opening,
+    dataset: Any,
+    microbatch: int | None,
+    ahead: Ahead | None,
+    loop: Callable[[], "OwnLoop"],
+) -> Push:
+    """The source of a loop that is made later: it is asked when data does not fit, or a lot breaks off."""
+    return Push(
+        recorder,
+        fetcher,
+        opening.streams,
+        dataset,
+        microbatch=None if microbatch is None else checks.whole("microbatch", microbatch),
+        ahead=ahead,
+        refused=lambda found: loop().refused(found),
+        abandon=lambda: loop().abandon_lot(),
+    )
+
+
+def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+    """Raise for a model, an optimizer or a scheduler that cannot be made private; warn of odd rates."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
     if any(part in _taken for part in (optimizer, *model.modules())):
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
+    warn_of_large_rates(optimizer)
+    refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
 
 
 class PrivateLoader:

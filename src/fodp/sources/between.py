@@ -140,6 +140,11 @@ def enter_below(mine: TorchFunctionMode) -> None:
         _push_mode(mode)
 
 
+def is_on(mine: TorchFunctionMode) -> bool:
+    """Whether functions are shown to this mode."""
+    return any(mode is mine for mode in _get_current_function_mode_stack())
+
+
 def leave(mine: TorchFunctionMode) -> bool:
     """Take a mode away, wherever it lies; False: it is not there."""
     if mine not in _get_current_function_mode_stack():

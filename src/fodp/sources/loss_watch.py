@@ -16,7 +16,7 @@ from fodp.errors import DataError
 from fodp.inputs.reasons import IGNORED, out_of_range, outside, reason_of, scored
 from fodp.lots.reading import Fetcher
 from fodp.lots.records import tensor_columns
-from fodp.sources.between import enter_below, leave
+from fodp.sources.between import enter_below, is_on, leave
 from fodp.support.forms import leaves
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -43,7 +43,7 @@ class LossWatch(TorchFunctionMode):
         if not len(indices):
             return
         self._batch, self._indices, self._on, self.is_entered = batch, indices, True, True
-        if not any(mode is self for mode in torch.overrides._get_current_function_mode_stack()):
+        if not is_on(self):
             enter_below(self)
 
     def stop(self) -> None:

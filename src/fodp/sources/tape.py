@@ -64,6 +64,14 @@ class Leaf:
     of_model: bool
     found: list[Tensor] = field(default_factory=list)  # what the real backward pass brought
 
+    def forget_found(self) -> None:
+        """What was found so far is of no interest; copies keep theirs."""
+        self.found = []
+
+    def end_lot(self) -> None:
+        """The lot was stepped: nothing of it is run again."""
+        self.value, self.found = self.tensor, []
+
 
 class Tape:
     """The calls that a lot of so many rows reaches. `mean`: the loss is declared to be the mean over them."""
@@ -105,14 +113,14 @@ class Tape:
     def forget_found(self) -> None:
         """What was found so far was no backward pass of the owner's."""
         for leaf in self._leaves.values():
-            leaf.found = []
+            leaf.forget_found()
 
     def end_lot(self) -> None:
         """The lot was stepped: from here on it is followed, and nothing is kept to be run again."""
         self._stepped = True
         self._calls = []
         for leaf in self._leaves.values():
-            leaf.value, leaf.found = leaf.tensor, []
+            leaf.end_lot()
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """What a call will write into, as it is now, if that is none of the lot's; notes where backward begins."""
