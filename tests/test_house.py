@@ -11,7 +11,6 @@ import house
 ALLOWED: dict[str, dict[str, int]] = {
     "large class": {
         "fodp/integrations/transformers.py": 1,
-        "fodp/sources/recorder.py": 2,
         "fodp/sources/tape.py": 1,
     },
     "large function": {
@@ -25,26 +24,22 @@ ALLOWED: dict[str, dict[str, int]] = {
         "fodp/integrations/lightning.py": 8,
         "fodp/integrations/opacus.py": 1,
         "fodp/integrations/transformers.py": 4,
-        "fodp/sources/beside.py": 5,
-        "fodp/sources/between.py": 3,
+        "fodp/sources/beside.py": 2,
         "fodp/sources/loss_watch.py": 1,
-        "fodp/sources/recorder.py": 7,
-        "fodp/sources/tape.py": 2,
     },
     "set from outside": {
         "fodp/integrations/lightning.py": 9,
         "fodp/integrations/opacus.py": 1,
         "fodp/integrations/transformers.py": 9,
-        "fodp/sources/recorder.py": 2,
         "fodp/sources/tape.py": 3,
     },
 }
 
 # Lines: what was reached, and what to aim for (issue 32).
-LIBRARY, AIM_OF_LIBRARY = 39_865, 25_000
-CORE_AND_ENGINES, AIM_OF_CORE_AND_ENGINES = 27_396, 15_500
-CORE, AIM_OF_CORE = 3_183, 2_500
-TESTS, AIM_OF_TESTS = 45_353, 28_000
+LIBRARY, AIM_OF_LIBRARY = 40_113, 25_000
+CORE_AND_ENGINES, AIM_OF_CORE_AND_ENGINES = 27_558, 15_500
+CORE, AIM_OF_CORE = 3_160, 2_500
+TESTS, AIM_OF_TESTS = 45_374, 28_000
 C_SOURCES = 120
 FILES_OF_THE_CORE = 18
 

@@ -227,7 +227,7 @@ class PrivateLoader:
     @property
     def step(self) -> int:
         """How many of the plan's steps have been taken."""
-        return self._loop.course.step
+        return self._loop.session.number
 
     @property
     def lost_steps(self) -> int:
@@ -342,7 +342,7 @@ class OwnLoop:
     @property
     def is_spent(self) -> bool:
         """Whether the plan's steps were all taken, in a loader that is still open."""
-        return self.course.step >= self.plan.steps and not self._closed
+        return self.session.number >= self.plan.steps and not self._closed
 
     def refuse_closed(self) -> None:
         """Raise if the loader was closed."""
@@ -378,16 +378,17 @@ class OwnLoop:
         refuse_other_group(self.session.processes)
         self.session.refuse_other_process()
         self._listeners.refuse()
-        step = self.course.step
+        step = self.session.number
         if self._lots.held is not None:
             raise ConfigurationError(
                 f"the lot of step {step} was drawn but not stepped, and may not be dropped: call optimizer.step() "
                 f"for it ({LOOP}; to end a loop early use itertools.islice)"
             )
         processes = self.session.processes  # of several the first one has the account
-        covered = (
-            self.course.covers() if processes.count == 1 else processes.number(lambda: float(self.course.covers()))
-        )
+        if processes.count > 1:
+            covered = bool(processes.number(lambda: float(self.course.covers())))
+        else:
+            covered = self.course.account is None or self.course.covers()
         if not covered:
             raise BudgetError(
                 f"the budget is spent after step {step} of {self.plan.steps}: other runs on the data took the rest"
@@ -482,7 +483,7 @@ class OwnLoop:
         # A fresh buffer: neither the release nor gradients that somebody kept are overwritten.
         GradientBuffer(self.push.layout).set(released, self.plan.lot_size)
         self.session.method.tune(self._optimizer, self.session, self.session.states["method"])
-        if self.course.step == self.plan.steps:
+        if self.session.number == self.plan.steps:
             self.push.close()
             self.course.settle()
 
