@@ -1,11 +1,13 @@
 """A refused or interrupted run: what it leaves, what it says was spent; hints for odd files and numbers."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 import fodp
+from fodp.cli import audit, train, tune
 from fodp.cli.main import main
 from fodp.methods import recipe
 from fodp.session import Session
@@ -180,3 +182,19 @@ def test_a_checkpoints_folder_is_looked_at_first_and_made(tmp_path):
                 kind(path)
         kind(tmp_path / "deep" / "er" / "c.pt")
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "tune", "audit", "epsilon", "calibrate"])
+def test_help_tells_the_defaults_that_are_taken(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split("own data")[0].split())
+    taken = {"train": train.DEFAULTS, "tune": tune.DEFAULTS, "audit": audit.DEFAULTS}.get(
+        command, {"accountant": "pld"}
+    )
+    for name, value in taken.items():
+        words = f"{value:g}" if isinstance(value, float) else str(value)
+        after = shown.split(f"--{name.replace('_', '-')} ")[-1].split(" --")[0]
+        assert f"default {words}" in after, name
+    fields = {field.name: field.default for field in dataclasses.fields(fodp.Plan)}
+    assert taken["accountant"] == fields["accountant"]

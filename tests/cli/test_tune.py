@@ -13,6 +13,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from fodp.ledger.fingerprint import fingerprint
 from fodp.methods import recipe
 from fodp.tuning.sealed import Sealed
 from odd_input_for_tests import mostly_plain, odd, plain, run, text
+from workers_for_tests import everything_ended
 
 WORDS = ("--dataset=digits", "--method=dp-sgd", "--target-epsilon=4", "--epochs=1", "--vary=lr=0.1,0.2,0.4", "--runs=4")
 LEFT = {"config.json", "privacy.txt", "result.json", "model.safetensors", "ledger.sqlite", "ledger.sqlite.mark"}
@@ -382,6 +384,25 @@ def test_a_search_ends_well_or_is_refused_in_one_line(data):
             assert not Path(folder, "s", "sealed").exists()
 
 
+def test_a_public_sample_is_for_the_candidates_that_look_at_it(tune, tmp_path, capsys, monkeypatch):
+    from fodp.cli.sealed_run import sealed_run
+
+    rng = np.random.default_rng(1)
+    monkeypatch.chdir(tmp_path)
+    images = rng.integers(0, 17, (20, 1, 8, 8), dtype=np.uint8)
+    np.savez("public.npz", train_images=images, train_labels=np.arange(20) % 10)
+    assert tune("--public-sample=public.npz") == 2
+    assert "add --shape kronecker" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+    assert tune("--public-sample=public.npz", "--vary=shape=kronecker,none", draws=(1, 0)) == 0
+    result = json.loads((tmp_path / "s" / "result.json").read_text())
+    assert result["winner"] in ({"lr": 0.1, "shape": "none"}, {"lr": 0.1, "shape": "kronecker"})
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    assert config["public_sample"] == str(tmp_path / "public.npz")  # workers may look from elsewhere
+    for plan in config["plans"][:2]:
+        assert sealed_run(json.dumps(config), {**plan, "steps": 1}, None)["score"] is not None
+
+
 def test_a_search_is_resumed_as_it_began_and_not_over_a_run(tune, tmp_path, capsys):
     assert tune(pool=Here(stop_after=1)) == 130
     assert tune("--resume", "--runs=5", new=False) == 2
@@ -404,7 +425,13 @@ def test_own_data_without_public_data_is_refused(tmp_path):
     assert "--test-data" in err
 
 
-def test_a_real_search_is_killed_and_resumed(tmp_path):
+@pytest.fixture
+def environment():
+    with everything_ended() as found:
+        yield found
+
+
+def test_a_real_search_is_killed_and_resumed(tmp_path, environment):
     """It is begun on Ray, where that is installed, and ended by processes."""
     where = ["--jobs=2"]
     on_ray = [*where, "--ray=local"] if importlib.util.find_spec("ray") else where
@@ -413,7 +440,7 @@ def test_a_real_search_is_killed_and_resumed(tmp_path):
     (tmp_path / "go.py").write_text(f"if __name__ == '__main__':\n    {code.replace(chr(10), chr(10) + '    ')}\n")
     out = tmp_path / "s"
     words = [sys.executable, str(tmp_path / "go.py"), "tune", f"--out={out}", "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([*words, *on_ray, *WORDS, "--epochs=4"], env=environment, start_new_session=True)
     end = time.monotonic() + 240
     while not list(out.glob("sealed/best-*")):

@@ -14,6 +14,7 @@ from fodp_lab.paper.execute import execute
 from fodp_lab.paper.records import Records
 from fodp_lab.paper.runner import Runner
 from test_experiments import lines, tiny
+from workers_for_tests import everything_ended
 
 pytest.importorskip("ray", reason="ray is not installed")
 
@@ -42,8 +43,8 @@ def without_time(records):
     return {record["key"]: {k: v for k, v in record.items() if k not in ("seconds", "at")} for record in records}
 
 
-def start(script, path, *words):
-    """A driver in a process group of its own, and its environment."""
+def start(script, path, environment):
+    """A driver in a process group of its own."""
     script.write_text(
         "import sys\n"
         "from fodp_lab.paper.runner import Runner\n"
@@ -53,7 +54,7 @@ def start(script, path, *words):
         f"        runner.run([tiny(seed=seed, steps=100) for seed in range({RUNS})], 'on ray')\n"
     )
     places = [os.path.dirname(__file__), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(places)}
     # A shell's background jobs ignore interrupts, and so would what they start.
     return subprocess.Popen([sys.executable, str(script), str(path)], env=environment, start_new_session=True,
                             stderr=subprocess.PIPE, text=True,
@@ -89,13 +90,19 @@ def test_the_same_records_as_here_and_a_module_of_the_users_own(tmp_path, monkey
     assert {int(file.name) for file in (tmp_path / "seen").iterdir()} > {os.getpid()}  # workers have imported it
 
 
+@pytest.fixture
+def environment():
+    with everything_ended() as found:
+        yield found
+
+
 @pytest.mark.timeout(900)  # Ray starts three times
-def test_stopped_killed_and_a_worker_killed(tmp_path):
+def test_stopped_killed_and_a_worker_killed(tmp_path, environment):
     """Three drivers, one after the other: what ends before its time costs nothing but time."""
     path, script = tmp_path / "r.jsonl", tmp_path / "go.py"
     written = ""
     for how in (signal.SIGINT, signal.SIGKILL):
-        process = start(script, path)
+        process = start(script, path, environment)
         wait_for_records(process, path, written.count("\n") + 2)
         process.send_signal(how)
         code, said = process.wait(timeout=60), process.stderr.read()
@@ -107,7 +114,7 @@ def test_stopped_killed_and_a_worker_killed(tmp_path):
         before, written = written, path.read_text()
         assert written.startswith(whole_lines(before))  # nothing lost or rewritten
         assert 2 <= len(Records(path)) < RUNS, "it came too late to show anything"
-    process = start(script, path)
+    process = start(script, path, environment)
     wait_for_records(process, path, written.count("\n") + 1)
     os.kill(a_worker_of(process.pid), signal.SIGKILL)
     assert process.wait(timeout=240) == 0, process.stderr.read()

@@ -29,7 +29,7 @@ EPILOG = """examples:
 Exit code 0: consistent with the claim; 1: violation found; 2: something to mend in the command. "Consistent" is
 no proof. What an audit prints is computed from the data without noise: keep it as safe as the data."""
 
-_DEFAULTS: dict[str, Any] = defaults(epochs=10.0)
+DEFAULTS: dict[str, Any] = defaults(epochs=10.0)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "out": "write audit.json and audit.png there",
     }
     names = f"{CONFIGURATION} attack trials canaries confidence seed threads out json quiet"
-    add(parser, names, told=told, epochs=_DEFAULTS["epochs"])
+    add(parser, names, told=told, epochs=DEFAULTS["epochs"])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,10 +94,10 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
         said = RunFolder(options.run_folder).read_config()
         if "plan" not in said:
             raise LedgerError(f"the configuration in {options.run_folder} lacks plan: restore a copy of it")
-        return {**_DEFAULTS, **said}
+        return {**DEFAULTS, **said}
     if "target_epsilon" not in said:
         said.setdefault("noise_multiplier", 1.0)
-    return completed(said, _DEFAULTS)
+    return completed(said, DEFAULTS)
 
 
 @contextmanager

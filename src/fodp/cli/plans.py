@@ -99,7 +99,7 @@ def _stored_plan(config: dict[str, Any]) -> "Plan":
 
     try:
         plan = Plan(**config["plan"])
-    except TypeError as error:
+    except (TypeError, ConfigurationError) as error:
         raise LedgerError(f"the run's configuration holds no plan ({error}): restore a copy of it") from None
     numbers = {name: config[name] for name in plan.to_dict() if name in config}
     if numbers.get("noise_multiplier", 0) is None:

@@ -145,7 +145,7 @@ def conclude(begun: Begun, pool: "Pool") -> dict[str, Any]:
     from fodp.cli.sealed_run import scored_on, sealed_run
     from fodp.runs.export import write_weights
     from fodp.runs.exported import prediction_notes
-    from fodp.tuning.search import statement
+    from fodp.tuning.search import grid, statement
 
     search, sealed, state, folder = begun.search, begun.sealed, begun.state, begun.folder
     config, splits = begun.job.config, begun.job.splits
@@ -156,7 +156,10 @@ def conclude(begun: Begun, pool: "Pool") -> dict[str, Any]:
         if search.final and state.final is None:  # kept sealed before it is shown: a second one was not paid for
             sealed.keep_final(state, _result_of(pool.submit(sealed_run, json.dumps(config), plan.to_dict(), None)))
         score, weights = (state.final or state.best)["score"], sealed.weights(state)
-        result |= {"winner": {name: plan.params[name] for name in config["vary"]}, "score": score}
+        result |= {
+            "winner": grid(config["vary"])[winner],
+            "score": score,
+        }  # shape=none is in no plan
         result["noise_multiplier"] = plan.noise_multiplier
         if weights:
             file = folder.path / "model.safetensors"

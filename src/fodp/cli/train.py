@@ -45,7 +45,7 @@ EPILOG = """examples:
 With --target-epsilon alone the noise is calibrated to it; with --noise-multiplier as well, training stops
 before the target would be exceeded. Without --seed masks and noise come from the operating system's entropy."""
 
-_DEFAULTS: dict[str, Any] = defaults("eval_every")
+DEFAULTS: dict[str, Any] = defaults("eval_every")
 _SAVING = 0.02  # of the time may go into checkpoints
 
 
@@ -92,7 +92,7 @@ def _fresh_name() -> Path:
 
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
-    config = with_ledger(completed(given(options), _DEFAULTS, options.preset), options)
+    config = with_ledger(completed(given(options), DEFAULTS, options.preset), options)
     refuse_odd(config)
     return config
 
@@ -100,7 +100,7 @@ def _new_config(options: argparse.Namespace) -> dict[str, Any]:
 def _stored_config(options: argparse.Namespace, folder: "RunFolder") -> dict[str, Any]:
     """The configuration of the run that is resumed; what is said against it is refused."""
     stored = folder.read_config()
-    refuse_incomplete(stored, folder, _DEFAULTS, vars(options))
+    refuse_incomplete(stored, folder, DEFAULTS, vars(options))
     refuse_otherwise(stored, given(options), folder, "run")
     if options.ledger is not None:
         stored["ledger"] = options.ledger  # it may have moved; the run is refused unless it is in there

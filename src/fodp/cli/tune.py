@@ -29,7 +29,7 @@ EPILOG = """examples:
 --target-epsilon is that of the whole search. How many runs it makes is drawn at random and stays secret, and so does
 everything about them but the best one: docs/tuning.md."""
 
-_DEFAULTS: dict[str, Any] = defaults("runs", "distribution")
+DEFAULTS: dict[str, Any] = defaults("runs", "distribution")
 _SEARCH_SHARE = 0.5  # of the target, for a search on a part of the data
 _FILES = ("dataset", "test_data", "owners", "public_sample")  # for which workers may look from elsewhere
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _new_config(options: argparse.Namespace) -> dict[str, Any]:
     said = given(options)
-    config = completed(said, _DEFAULTS)
+    config = completed(said, DEFAULTS)
     for name, why in (
         ("noise_multiplier", "a search calibrates the noise so that all of it costs --target-epsilon"),
         ("accountant", "the best of several runs is priced by Rényi divergences"),
