@@ -38,7 +38,7 @@ ALLOWED: dict[str, dict[str, int]] = {
 # Lines: what was reached, and what to aim for (issue 32).
 LIBRARY, AIM_OF_LIBRARY = 40_113, 25_000
 CORE_AND_ENGINES, AIM_OF_CORE_AND_ENGINES = 27_558, 15_500
-CORE, AIM_OF_CORE = 3_160, 2_500
+CORE, AIM_OF_CORE = 3_210, 2_500
 TESTS, AIM_OF_TESTS = 45_374, 28_000
 C_SOURCES = 120
 FILES_OF_THE_CORE = 18

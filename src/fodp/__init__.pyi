@@ -1,4 +1,4 @@
-# Every public name of `fodp`, with the module it comes from: the one list, read by type checkers and by __init__.py.
+# Every name that `fodp.NAME` finds, with its module: the one list, read by type checkers and by __init__.py.
 from . import accounting as accounting
 from . import audit as audit
 from . import callbacks as callbacks

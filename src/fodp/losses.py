@@ -16,7 +16,15 @@ IGNORED = -100  # the label of positions that do not count, as Hugging Face's mo
 
 
 def causal_lm(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """The loss of predicting each token from those before it, [examples]; labels as given to the model, not shifted.
+    """The loss of predicting each token from the tokens before it: the mean over an example's own tokens.
+
+    Args:
+        logits: what the model returns, [examples, positions, classes].
+        labels: the labels as the model takes them, not shifted, [examples, positions].
+        ignored: the label of positions that do not count, such as padding.
+
+    Returns:
+        One loss per example. An example without a position that counts has the loss zero.
 
     Example:
         >>> import torch, fodp
@@ -28,10 +36,23 @@ def causal_lm(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
 
 
 def tokens(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """The loss at each position by itself, for masked language models and labels of tokens, [examples].
+    """The loss of labels of tokens, for masked language models and tagging: the mean over an example's own tokens.
 
-    logits: [examples, positions, classes]; labels: [examples, positions]. An example without a position that counts
-    has the loss zero.
+    Args:
+        logits: what the model returns, [examples, positions, classes].
+        labels: [examples, positions].
+        ignored: the label of positions that do not count, such as padding.
+
+    Returns:
+        One loss per example. An example without a position that counts has the loss zero.
+
+    Raises:
+        ConfigurationError: if the dimensions do not fit together.
+
+    Example:
+        >>> import torch, fodp
+        >>> fodp.losses.tokens(torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [1, -100, -100]]))
+        tensor([2.0794, 2.0794])
     """
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:
         raise ConfigurationError(
@@ -44,5 +65,18 @@ def tokens(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
 
 
 def classes(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of one label per example, [examples]."""
+    """The cross-entropy of one label per example.
+
+    Args:
+        logits: [examples, classes].
+        labels: the class of each example, [examples].
+
+    Returns:
+        One loss per example.
+
+    Example:
+        >>> import torch, fodp
+        >>> fodp.losses.classes(torch.zeros(2, 8), torch.tensor([1, 2]))
+        tensor([2.0794, 2.0794])
+    """
     return F.cross_entropy(logits.float(), labels, reduction="none")

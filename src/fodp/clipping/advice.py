@@ -22,11 +22,17 @@ _PATHS = {
 
 
 def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Batch | None = None) -> list[Issue]:
-    """List what prevents private training of `model` (errors) or is good to know (notes).
+    """List what prevents private training of a model, and what is good to know. The model is not changed.
 
-    Without a batch it looks from outside: an empty list is good, and what many modules share is one finding. With
-    `loss_fn` and a batch of two or more made-up or public examples the model is run on it, as the first lot of a run
-    would be, and a note says how its gradients will be computed, and why not faster. Reading changes nothing.
+    Args:
+        model: the model to train. Without a batch it is only looked at from outside.
+        loss_fn: the loss, `loss_fn(model, batch)`, one number per example. With it and a batch the model is run, as on
+            the first batch of a training, and a note says how its gradients will be computed, and why not faster.
+        batch: two or more made-up or public examples, as `loss_fn` takes them.
+
+    Returns:
+        Issues of the level "error" (training would be refused) or "note". An empty list is good. Issues that many
+        modules share are one.
 
     Example:
         >>> import torch, fodp
@@ -68,12 +74,18 @@ class Frozen(nn.Module):
 
 
 def fix(model: nn.Module, *, norms: str = "group") -> list[str]:
-    """Replace what cannot be trained privately, in place; returns a line for each thing that was changed.
+    """Replace the layers of a model that cannot be trained privately, in place. Weights stay the same parameters.
 
-    Weights are kept, the same parameters even, so do this before the optimizer is made only for tidiness. `norms` says
-    what becomes of BatchNorm: "group" replaces it by GroupNorm, whose statistics are each example's own (a pretrained
-    model needs some training to get used to it); "frozen" keeps its statistics as they are, which is right for
-    fine-tuning.
+    Args:
+        model: the model; layers inside it are replaced, the model itself is not.
+        norms: what BatchNorm becomes. "group": GroupNorm, whose statistics are each example's own; a pretrained model
+            needs some training to adapt. "frozen": BatchNorm with the statistics it has: right for fine-tuning.
+
+    Returns:
+        One line for each layer that was replaced.
+
+    Raises:
+        ConfigurationError: if `norms` is another word.
 
     Example:
         >>> import torch, fodp

@@ -76,10 +76,22 @@ def clipped_sum(
 ) -> Tensor:
     """The sum of the batch's per-example gradients, each clipped to `clip_norm`, as one flat tensor.
 
-    A building block: the result is private and carries no noise. Every call looks at the model anew; a loop of
-    calls is several times faster with `Clipper`. `loss_fn(model, batch)` returns one loss per example. Adding or
-    removing one example moves the result by at most clip_norm (times 1 + FLOAT_TOLERANCE in float32); with a model that
-    draws (dropout), one at the end of the batch, for rows draw under their places.
+    A building block: the result is private data, it carries no noise.
+
+    Guarantee: adding or removing one example moves the result by at most `clip_norm` (times 1 + FLOAT_TOLERANCE in
+    float32). For a model that draws random numbers (dropout) this holds for the last example of the batch, because rows
+    draw by their place.
+
+    Args:
+        model: the model; its trainable parameters are summed over, in the order of `model.parameters()`.
+        loss_fn: `loss_fn(model, batch)` returns one loss per example.
+        batch: tensors with the examples first, or a tuple, list or dict of such tensors.
+        clip_norm: the bound C on the norm of each example's gradient.
+        microbatch: the most examples that are worked on at once; None: all.
+        engine: "auto", or one way to compute the gradients, for comparisons.
+
+    Returns:
+        One flat tensor. Every call examines the model anew: for a loop of calls `Clipper` is several times faster.
 
     Example:
         >>> import torch, fodp

@@ -62,10 +62,22 @@ class ImageAugmentation:
 
 
 def augmentation(name: str, card: Card) -> ImageAugmentation:
-    """An augmentation of `AUGMENTATIONS` for a data set with this card.
+    """An augmentation for a data set of images. It treats every image by itself.
 
-    standard: crop, and flip where the card says that a mirror image is of the same class (not of digits). A crop moves
-    by up to an eighth of a side: 4 pixels of 32.
+    Args:
+        name: "crop" moves an image by up to an eighth of a side (4 pixels of 32); "flip" mirrors it at random;
+            "standard" does both, without the mirror where a mirrored image is of another class (digits).
+        card: the public card of the data set.
+
+    Returns:
+        A function of a batch, for `Trainer(augment=…)`.
+
+    Raises:
+        ConfigurationError: if the name is unknown, or records are no images.
+
+    Example:
+        >>> import fodp
+        >>> augment = augmentation("standard", fodp.data.CARDS["cifar10"])
     """
     checks.one_of("augment", name, AUGMENTATIONS)
     if card.schema is not None or len(card.shape) != 3:

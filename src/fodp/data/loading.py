@@ -65,6 +65,9 @@ def load(
         download: False refuses to use the network.
         progress: show a bar while downloading.
 
+    Returns:
+        The tensors to train and to test on, and the public card.
+
     Example:
         >>> splits = load("digits")
         >>> len(splits.train), splits.card.lot_size

@@ -79,7 +79,16 @@ class Schema:
 
 
 def read_schema(source: "Schema | Mapping[str, Any] | str | Path") -> Schema:
-    """A schema from a `.toml` or `.json` file, or from a dictionary of the same form.
+    """Read the public schema of a table.
+
+    Args:
+        source: a `.toml` or `.json` file, a dictionary of the same form (docs/your-data.md), or a schema.
+
+    Returns:
+        The schema.
+
+    Raises:
+        ConfigurationError: if a column is not described, with the place and what to write.
 
     Example:
         >>> read_schema({"columns": {"age": {"bounds": [0, 120]}, "smokes": {"values": ["no", "yes"]}}}).columns[0]

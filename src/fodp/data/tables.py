@@ -44,6 +44,9 @@ def from_table(
         name: of the data, in the card.
         owner: the column that says whose each row is, if the schema does not say it; see `docs/people.md`.
 
+    Returns:
+        The tensors to train and to test on, and the public card.
+
     Example:
         >>> rows = {"age": [31, 64], "smokes": ["no", "yes"]}
         >>> columns = {"age": {"bounds": [0, 128]}, "smokes": {"values": ["no", "yes"]}}

@@ -77,8 +77,16 @@ def _numbers(inputs: Any, data: Card) -> Tensor:
 def load_exported(file: str | Path, model: Callable[..., nn.Module] | str | None = None) -> Exported:
     """Read a file of `fodp export`, ready to predict. No code of the file is run.
 
-    `model` is your own function that built the model (or its `module:function`), if it was not one of fodp's; it is
-    called with `classes` and `shape` as far as it accepts them.
+    Args:
+        file: the exported file.
+        model: your own function that built the model, or its "module:function"; None for models of fodp. The function
+            is called with `classes` and `shape` as far as it accepts them.
+
+    Returns:
+        The model with `predict` and `predict_proba`, and the public card of the data.
+
+    Raises:
+        DataError: if the file cannot be read, or holds the weights of another model.
     """
     try:
         with safe_open(file, "pt") as opened:

@@ -101,14 +101,22 @@ OwnRule = Callable[[Any, Tensor, Tensor], Mapping[str, Tensor | Use]]
 def register_rule(layer_type: type[nn.Module], rule: OwnRule) -> OwnRule:
     """Teach the clipping engine the per-example gradients of a layer of your own.
 
-    `rule(layer, inputs, back)` gets the layer, its input and the gradient of its output, both with one row per example,
-    and returns for each parameter that the layer itself holds, by name, one gradient per example: a tensor of shape
-    [examples, *parameter.shape], or a use (`fodp.clipping.layers.uses`) that answers for norms and sums without holding
-    them. A row may depend on that row of `inputs` and `back` alone.
+    Guarantee: every engine compares the rules it uses with the one-example loop on its first batch. Where the two
+    differ, `Trainer` warns and uses the loop, and `make_private` refuses.
 
-    The rule holds for exactly this type: a subclass may compute something else, and needs a rule of its own. Every
-    engine compares the rules it meets with the one-example loop on its first lot; where they differ `Trainer` warns and
-    takes the loop, and `make_private` refuses.
+    Args:
+        layer_type: the class of the layer. The rule holds for exactly this class: a subclass may compute something else
+            and needs a rule of its own.
+        rule: `rule(layer, inputs, back)` gets the layer, its input and the gradient of its output, both with one row
+            per example. It returns, by name, one gradient per example for each parameter that the layer itself holds: a
+            tensor of shape [examples, *parameter.shape], or a use (`fodp.clipping.layers.uses`) that gives norms and
+            sums without holding the gradients. A row may depend on the same row of `inputs` and `back` only.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ConfigurationError: if `layer_type` is no class of layers, or has a rule of fodp already.
 
     Example:
         >>> import fodp, torch
