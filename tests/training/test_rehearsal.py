@@ -234,6 +234,19 @@ def test_nobody_listens_to_gradients_without_noise(hook):
         assert (trainer.step, heard) == (0, [])
 
 
+@pytest.mark.rule(12)
+def test_nobody_listens_to_a_parameter_that_was_added_or_replaced_later():
+    heard, model = [], nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = fodp.make_private(model, optimizer, TensorDataset(INPUTS, LABELS), plan())
+    model.append(nn.Linear(2, 2))
+    model[1].weight.register_hook(heard.append)
+    with pytest.raises(fodp.ConfigurationError, match=r"a hook on the parameter 1\.weight would be given gradients"):
+        loader.backward(losses(model, loader.next_batch()))
+    assert heard == []
+    loader.close()
+
+
 def test_it_leaves_no_trace():
     class Drawing(Dataset):
         def __len__(self):

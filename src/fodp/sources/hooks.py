@@ -6,14 +6,17 @@ from fodp.errors import ConfigurationError
 
 
 class Listeners:
-    """The parameters of a model, to be asked in every step whether somebody listens to their gradients."""
+    """The parameters of a model, to be asked in every step whether somebody listens to their gradients.
+
+    They are those of that moment: a layer may have been added, or a parameter replaced, since the last step.
+    """
 
     def __init__(self, model: nn.Module):
-        self._parameters = tuple(model.named_parameters())
+        self._model = model
 
     def refuse(self) -> None:
         """Raise if a hook would be given a gradient without noise."""
-        for name, parameter in self._parameters:
+        for name, parameter in self._model.named_parameters():
             # PyTorch has no public name for a parameter's hooks.
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 _refuse_others(name, parameter)
