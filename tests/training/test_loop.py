@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
 
 import pytest
@@ -939,3 +940,28 @@ def test_methods_that_cannot_be_dropped_in_are_refused_at_once(monkeypatch):
             patch.setattr(Wanting, attribute, True)
             with refused(rf"{why}.*fodp\.Trainer"):
                 private(the_plan=plan(method="wanting"))
+
+
+def test_a_loader_that_is_dropped_with_a_lot_in_hand_leaves_no_hooks_in_the_process():
+    """Hooks on all modules would slow down, and judge, whatever else runs there; the lot can not be stepped."""
+
+    def hooks():
+        return [
+            len(each)
+            for each in (
+                torch.nn.modules.module._global_forward_hooks,
+                torch.nn.modules.module._global_forward_pre_hooks,
+            )
+        ]
+
+    gc.collect()
+    before = hooks()
+    model, optimizer, loader = private()
+    inputs, labels = loader.next_batch()
+    loader.backward(F.cross_entropy(model(inputs), labels, reduction="none"))
+    assert hooks() != before
+    del loader
+    gc.collect()
+    assert hooks() == before
+    with pytest.raises(fodp.ConfigurationError, match="the loader was dropped while its lot was in hand"):
+        optimizer.step()

@@ -55,6 +55,12 @@ class OwnLot:
         self.caught.close()
         self.beside.end()
 
+    def abandon(self) -> None:
+        """The loader is gone, perhaps collected in the middle of other code: end hooks, and leave modes as they are."""
+        if self._engine.records_modules:
+            self.caught.close()
+        self.beside.end()
+
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model is about to be called; returns its arguments if they are to be others."""
         if not torch.is_grad_enabled():

@@ -72,6 +72,12 @@ class Recorder:
             current.end()
             self.between.end_lot()
 
+    def abandon(self) -> None:
+        """Nobody has the loader any more: end what listens in the whole process. A lot in hand can not be stepped."""
+        self.between.abandon()
+        if self.current is not None:
+            self.current.abandon()
+
     def unheard(self) -> AbstractContextManager[None]:
         """Around work of the library's own between the loader and the next lot."""
         return self.between.unheard()
