@@ -22,7 +22,7 @@ from fodp.inputs.finite import refuse_non_finite
 from fodp.inputs.order import refuse_other_order
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
-from fodp.lots.reading import Collate, Fetcher
+from fodp.lots.reading import Fetcher, LotReading
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
@@ -48,7 +48,7 @@ from fodp.support.words import in_our_words
 _taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@in_our_words("make_private")
+@in_our_words("make_private", also=LotReading)
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -56,14 +56,10 @@ def make_private(
     plan: Plan,
     *,
     loss_reduction: str = "mean",
-    collate_fn: Collate | None = None,
     ledger: Ledger | None = None,
-    allow_non_finite: bool = False,
-    microbatch: int | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
     scheduler: LRScheduler | None = None,
     resume: str | Path | None = None,
+    **reading: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, "PrivateLoader"]:
     """Make the training loop that you wrote yourself private; returns model, optimizer and a loader.
 
@@ -89,6 +85,8 @@ def make_private(
     ends early gives back what it reserved with `loader.close()`. `loader.save(path)` between two steps writes down all
     that another process needs to go on with `make_private(..., resume=path)`; see `PrivateLoader.save`.
 
+    How records are read is told by further keywords, which are the fields of `fodp.lots.reading.LotReading`:
+    `collate_fn`, `num_workers`, `pin_memory`, `microbatch` and `allow_non_finite`.
     With `microbatch`, for lots larger than memory, the loader hands out lots in parts of at most that many records: one
     backward for each part (`for lot in loader: for batch in lot:`), then one `optimizer.step()`; see `LotParts`.
     `num_workers` processes read lots ahead, with `pin_memory` for an accelerator; the run is the same.
@@ -121,28 +119,31 @@ def make_private(
     refuse_other_order("make_private", model=model, optimizer=optimizer, dataset=dataset, plan=plan)
     checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     refuse_other_ledger(ledger)
+    records = LotReading(**reading)
     _refuse_unfit(model, optimizer, scheduler)
     given = {
         "own loop": True,
         "an optimizer of yours": True,
         "no public score": True,
         "a resumed loop": resume is not None,
-        "a lot in parts": microbatch is not None,
+        "a lot in parts": records.microbatch is not None,
     }
     opening = Opening(model, dataset, plan, given)
     recorder = Recorder(Examiner(model, loss_reduction == "mean", lambda found: loop.refused(found)))
-    fetcher = Fetcher(dataset, collate_fn)
+    fetcher = Fetcher(dataset, records.collate_fn)
     opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
-    lots, ahead = opening.lots(fetcher, None, 1, workers_for(num_workers, pin_memory), microbatch, pin_memory)
+    microbatch = None if records.microbatch is None else checks.whole("microbatch", records.microbatch)
+    workers = workers_for(records.num_workers, records.pin_memory)
+    lots, ahead = opening.lots(fetcher, None, 1, workers, microbatch, records.pin_memory)
     held = HeldLots(lots, plan.method)
     push = _push(recorder, fetcher, opening, dataset, microbatch, ahead, lambda: loop)
     session = opening.session(push, held)
     fitting_optimizer(session, optimizer)
     if microbatch is not None:
         refuse_other_sums(session)
-    if not allow_non_finite:
+    if not records.allow_non_finite:
         refuse_non_finite(dataset)
-    if collate_fn is None:
+    if records.collate_fn is None:
         refuse_unlike(dataset)
     Listeners(model).refuse()
     loop = OwnLoop(session, push, held, Course(session, dataset, ledger, last_step=plan.steps), optimizer, scheduler)
@@ -168,7 +169,7 @@ def _push(
         fetcher,
         opening.streams,
         dataset,
-        microbatch=None if microbatch is None else checks.whole("microbatch", microbatch),
+        microbatch=microbatch,
         ahead=ahead,
         refused=lambda found: loop().refused(found),
         abandon=lambda: loop().abandon_lot(),

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.callbacks import Callback, Checkpoint, CSVLog, Evaluate, WeightAverage
 from fodp.ledger import Ledger
+from fodp.lots.reading import LotReading
 from fodp.sources.pull import Reading
 from fodp.state import checkpoint
 from fodp.state.fitting import steps_within
@@ -686,3 +687,16 @@ def test_what_a_reading_knows_are_keywords_of_the_trainer():
     assert trainer(microbatch=5, copies=1).source is not None
     with pytest.raises(fodp.ConfigurationError, match="here it is microbatch"):
         trainer(microbatch_size=5)
+
+
+def test_what_a_reading_of_lots_knows_are_keywords_of_make_private_too():
+    known = inspect.signature(fodp.make_private).parameters
+    fields = {field.name for field in dataclasses.fields(LotReading)}
+    assert fields == {"collate_fn", "num_workers", "pin_memory", "microbatch", "allow_non_finite"}
+    assert fields < set(known)
+    assert fields < {field.name for field in dataclasses.fields(Reading)}
+    assert all(known[name].default == getattr(LotReading(), name) for name in fields)
+    assert "reading" not in known
+    for word in ("owners", "copies", "augment", "engine", "reading"):  # these are the Trainer's
+        with pytest.raises(fodp.ConfigurationError, match=f"make_private has no argument '{word}'"):
+            fodp.make_private(None, None, None, None, **{word: 1})

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,29 @@ Collate = Callable[[list[Any]], Any]
 # Entries of tensors that are gathered at once, of lots far larger than usual: a larger piece of memory is asked of
 # the system anew each time, page by page, which takes longer than all that is done with it.
 _FETCHED_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotReading:
+    """How the records of a lot are read; each field is a keyword of `Trainer` and of `make_private`.
+
+    Args:
+        collate_fn: makes a batch of a list of records: tensors with the examples first, lists with an item for each
+            example (ragged data, texts), and dicts, lists and tuples of them (also a tokenizer's `BatchEncoding`). It
+            is never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
+        num_workers: processes that read lots ahead while others are trained on: the run is the same, bit for bit. Data
+            made of tensors, and methods with several lots in a step, are read without them.
+        pin_memory: whether workers put batches into memory that an accelerator copies from quickly.
+        microbatch: the most examples that are in flight at once; None for what fits.
+        allow_non_finite: takes data of tensors that is not finite, which is else refused before the first step: an
+            example without a finite gradient counts as zero.
+    """
+
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    microbatch: int | None = None
+    allow_non_finite: bool = False
 
 
 class LotCollate:

@@ -19,7 +19,7 @@ from fodp.draws import Source
 from fodp.gradients import Points
 from fodp.identity.private_data import PrivateData
 from fodp.layout import Layout
-from fodp.lots.reading import Collate, Fetcher
+from fodp.lots.reading import Fetcher, LotReading
 from fodp.noise import Streams
 from fodp.options.made_up import made_up
 from fodp.options.scaling import Kronecker
@@ -33,37 +33,23 @@ from fodp.support.looks import Looks, is_rare
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(LotReading):
     """How a Trainer reads the records of a lot and puts them through the model; each field is a keyword of `Trainer`.
 
-    Args:
+    Args, beside those of `fodp.lots.reading.LotReading`:
         owners: for a plan with unit="person", a name for each record that says whose it is (whole numbers or texts; a
             list, an array or a tensor).
-        collate_fn: makes a batch of a list of records: tensors with the examples first, lists with an item for each
-            example (ragged data, texts), and dicts, lists and tuples of them (also a tokenizer's `BatchEncoding`). It
-            is never given an empty list. Where it pads to the longest record of a lot, the padding must have no effect.
-        num_workers: processes that read lots ahead while others are trained on: the run is the same, bit for bit. Data
-            made of tensors, and methods with several lots in a step, are read without them.
-        pin_memory: whether workers put batches into memory that an accelerator copies from quickly.
         augment: a function of a batch that makes each row anew; it must treat every row by itself.
         copies: how many augmented copies of an example are trained on; their gradients are averaged before clipping.
-        microbatch: the most examples that are in flight at once; None for what fits.
         engine: "auto", or "loop" for one example at a time.
-        allow_non_finite: takes data of tensors that is not finite, which is else refused before the first step: an
-            example without a finite gradient counts as zero.
         public_sample: for the scaling kronecker, a batch of public records as loss_fn takes them, by which layers'
             inputs and back-signals are measured; None makes one up from the shapes and types of the data's tensors.
     """
 
     owners: Any = None
-    collate_fn: Collate | None = None
-    num_workers: int = 0
-    pin_memory: bool = False
     augment: Augment | None = None
     copies: int = 1
-    microbatch: int | None = None
     engine: str = "auto"
-    allow_non_finite: bool = False
     public_sample: Any = None
 
 
