@@ -96,7 +96,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("a rate in params", "Hugging Face", "the learning rate is TrainingArguments(learning_rate=…) there",
              "set it there and leave it out of params"),
     Conflict("an average", "Lightning", "Lightning scores and saves the module itself, which is the last iterate",
-             "leave average out and use Lightning's callback WeightAveraging, which costs no epsilon either"),
+             "set average='none' (a plan without a method averages by itself) and use Lightning's callback "
+             "WeightAveraging, which costs no epsilon either"),
 )  # fmt: skip
 
 
