@@ -157,7 +157,8 @@ def test_people_are_refused_before_anything_is_charged(tmp_path):
 
     for kind, message in in_two(work):
         assert kind == "ConfigurationError"
-        assert "train with unit='person' in one process" in message
+        assert "unit='person' and several processes do not go together" in message
+        assert "train in one process" in message
     assert not fodp.Ledger(ledger).steps("hf")
 
 
