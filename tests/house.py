@@ -42,8 +42,20 @@ FOREIGN: dict[tuple[str, str], str] = {
     ("fodp/support/torch_internals.py", "_modules"): "the parts of a module without a walk by name, in each step",
     ("fodp/support/torch_internals.py", "_version"): "whether a tensor was written into in place",
     ("fodp/support/torch_internals.py", "_weight_norm"): "the function that a normalised weight is made by",
+    ("fodp/integrations/_privates/opacus.py", "_module"): "what Opacus's wrapper of a model wraps has no public name",
+    ("fodp/integrations/_privates/opacus.py", "step_hook"): "`attach_step_hook` cannot take a hook away",
     ("fodp/ledger/sqlite.py", "text_factory"): "how sqlite3's connections are told to decode texts",
 }
+
+OF_TRANSFORMERS = """_evaluate _determine_best_metric _save_checkpoint model optimizer lr_scheduler train_dataloader
+    global_step epoch control should_save"""
+OF_LIGHTNING = """_detect_anomaly _data_source _combined_loader _results log max_epochs max_steps precision_plugin
+    should_stop"""
+for package, names, reason in (
+    ("transformers", OF_TRANSFORMERS, "the loop of its own Trainer does the same"),
+    ("lightning", OF_LIGHTNING, "its loop has no public door to its data, length and logs"),
+):
+    FOREIGN |= {(f"fodp/integrations/_privates/{package}.py", name): reason for name in names.split()}
 
 OF_TUPLES = {"_replace", "_asdict", "_make", "_fields", "_exit"}  # public names: of named tuples, and os._exit
 

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     ThroughputMonitor,
 )
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource  # noqa: E402
 from lightning.pytorch.utilities.combined_loader import CombinedLoader  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from fodp.accounting import RunningEpsilon  # noqa: E402
 from fodp.errors import ConfigurationError  # noqa: E402
 from fodp.identity.private_data import refuse_private  # noqa: E402
+from fodp.integrations._privates import lightning as privates  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.options import conflicts  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
@@ -97,7 +97,7 @@ _REFUSED: tuple[tuple[str, Callable[[pl.Trainer], bool], str], ...] = (
     ),
     (
         "detect_anomaly",
-        lambda trainer: bool(trainer._detect_anomaly),
+        privates.detects_anomalies,
         "the mean loss of an empty lot is NaN, as it should be: leave it out",
     ),
     (
@@ -186,12 +186,10 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
                 "if that data is public; if it is a part of the private data, leave it out (limit_val_batches=0)"
             )
         self._set_length(trainer)
-        ordinary = trainer.strategy.precision_plugin
-        trainer.strategy.precision_plugin = _PrivateStep(self._backward)
-        self._undo.append(lambda: setattr(trainer.strategy, "precision_plugin", ordinary))
+        self._undo.append(privates.set_precision(trainer, _PrivateStep(self._backward)))
 
     def _set_length(self, trainer: pl.Trainer) -> None:
-        loop, epochs = trainer.fit_loop, -(-self.plan.steps // self._epoch)
+        epochs = -(-self.plan.steps // self._epoch)
         if trainer.max_steps not in (-1, self.plan.steps):
             raise ConfigurationError(
                 f"max_steps is {trainer.max_steps} and the plan has {self.plan.steps} steps, whose epsilon is stated: "
@@ -202,13 +200,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
                 f"max_epochs is {trainer.max_epochs} and the plan has {self.plan.steps} steps, {epochs} epochs of "
                 f"{self._epoch}: leave max_epochs out, or make another plan"
             )
-        before = loop.max_epochs, loop.epoch_loop.max_steps
-        loop.max_epochs, loop.epoch_loop.max_steps = -1, self.plan.steps
-
-        def put_back() -> None:
-            loop.max_epochs, loop.epoch_loop.max_steps = before
-
-        self._undo.append(put_back)
+        self._undo.append(privates.set_length(trainer, self.plan.steps))
 
     @property
     def _epoch(self) -> int:
@@ -226,11 +218,10 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
                 f"configure_optimizers returns {len(trainer.optimizers)} optimizers: a plan drives one; give it all "
                 "parameters, in groups if need be"
             )
-        loop, source = trainer.fit_loop, trainer.fit_loop._data_source
-        given = _training_loader(source.dataloader())
+        given = _training_loader(privates.training_loader(trainer))
         self._trained_on = given.dataset
         if trainer.enable_validation:
-            self._refuse_private_rows("the validation data", loop.epoch_loop.val_loop._data_source.dataloader())
+            self._refuse_private_rows("the validation data", privates.validation_loaders(trainer))
         collate = None if given.collate_fn is default_collate else given.collate_fn
         taken_up = self._loaded is not None
         _, _, self._loader = make_private(
@@ -253,17 +244,8 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
             f"fodp: lots are drawn by the plan, about {self.plan.sampling_rate:.3g} of the data each; batch_size, "
             "shuffle and workers of the training loader are not used"
         )
-        loop.max_epochs = -(-self.plan.steps // self._epoch)  # for the progress bar; optimizers have seen the steps
-        loop._combined_loader = None
-        loop._data_source = _DataLoaderSource(_Epochs(self._loader, self._epoch), "")
-        results = loop.epoch_loop._results
-        results.log = self._guarded(results.log)
-
-        def put_back() -> None:
-            loop._data_source, loop._combined_loader = source, None
-            vars(results).pop("log", None)
-
-        self._undo.append(put_back)
+        lots, epochs = _Epochs(self._loader, self._epoch), -(-self.plan.steps // self._epoch)
+        self._undo.append(privates.feed(trainer, lots, epochs, self._guarded))
 
     def _refuse_private_rows(self, door: str, loaders: Any) -> None:
         """Compare what is scored with the data that is trained on."""
@@ -336,7 +318,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run whose steps are all used has nothing more to train on."""
-        trainer.should_stop = trainer.should_stop or self.steps >= self.plan.steps
+        privates.end_if(trainer, self.steps >= self.plan.steps)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Show ε, never below that of the steps so far."""
@@ -344,8 +326,7 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         pl_module.log(
             "epsilon", self._running.after(shown) * _FLOAT32, prog_bar=True, on_step=True, on_epoch=False, batch_size=1
         )
-        if self.steps >= self.plan.steps:
-            trainer.should_stop = True
+        privates.end_if(trainer, self.steps >= self.plan.steps)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give everything back as it was; what was reserved and not used is given back to the ledger."""

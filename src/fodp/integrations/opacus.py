@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate  # noqa: E402
 from fodp import accounting  # noqa: E402
 from fodp.accounting import Event, Phase, truncate  # noqa: E402
 from fodp.errors import ConfigurationError  # noqa: E402
+from fodp.integrations._privates import opacus as privates  # noqa: E402
 from fodp.ledger import Ledger  # noqa: E402
 from fodp.own_loop import PrivateLoader, make_private  # noqa: E402
 from fodp.plan import Plan  # noqa: E402
@@ -96,26 +97,20 @@ def from_opacus(
             "Opacus has computed sample_rate and expected_batch_size from the size of the private data, and whether "
             "one record is there is what privacy hides: declare sampling_rate= and lot_size= as public numbers"
         )
-    plan = Plan(
-        **{
-            "sampling_rate": _rate(data_loader) if sampling_rate is None else sampling_rate,
-            "lot_size": float(dp_optimizer.expected_batch_size) if lot_size is None else lot_size,
-            "noise_multiplier": dp_optimizer.noise_multiplier,
-            "clip_norm": dp_optimizer.max_grad_norm,
-            "steps": steps,
-            "delta": delta,
-            "method": method,
-            "params": {} if params is None else params,
-            **public,
-        }
-    )
+    of_opacus = {
+        "sampling_rate": _rate(data_loader) if sampling_rate is None else sampling_rate,
+        "lot_size": float(dp_optimizer.expected_batch_size) if lot_size is None else lot_size,
+        "noise_multiplier": dp_optimizer.noise_multiplier,
+        "clip_norm": dp_optimizer.max_grad_norm,
+    }
+    chosen = {"steps": steps, "delta": delta, "method": method, "params": {} if params is None else params}
+    plan = Plan(**{**of_opacus, **chosen, **public})
     refuse_group("from_opacus")
     if ledger is not None:
         # First: what it refuses leaves Opacus's set-up as it is.
         _carry(accountant, past, ledger, fingerprint_of(data_loader.dataset))
-    plain = _without_hooks(model, dp_optimizer)
     private = make_private(
-        plain,
+        privates.without_hooks(model, dp_optimizer),
         dp_optimizer.original_optimizer,
         data_loader.dataset,
         plan,
@@ -168,10 +163,12 @@ def _parts_of(source: Any, optimizer: DPOptimizer | None) -> tuple[DPOptimizer, 
 
 def _accountant_of(optimizer: DPOptimizer) -> IAccountant:
     """The one whose hook counts the optimizer's steps."""
-    for cell in getattr(optimizer.step_hook, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, IAccountant):
-            return cell.cell_contents
-    raise ConfigurationError("no accountant counts this optimizer's steps: give from_opacus the PrivacyEngine instead")
+    found = privates.accountant_of(optimizer)
+    if found is None:
+        raise ConfigurationError(
+            "no accountant counts this optimizer's steps: give from_opacus the PrivacyEngine instead"
+        )
+    return found
 
 
 def _refuse_shuffled(loader: DataLoader[Any]) -> None:
@@ -191,21 +188,6 @@ def _collate_of(loader: DataLoader[Any]) -> Any:
     """The owner's collate_fn, from inside of what Opacus wraps around it for empty lots; None for PyTorch's own."""
     given = getattr(loader.collate_fn, "wrapped_collator_fn", loader.collate_fn)
     return None if given is default_collate else given
-
-
-def _without_hooks(model: nn.Module, optimizer: DPOptimizer) -> nn.Module:
-    """The model as it was before Opacus wrapped it."""
-    plain: Any = model
-    if hasattr(plain, "_module") and hasattr(plain, "remove_hooks"):
-        plain.remove_hooks()
-        plain = plain._module
-    for parameter in plain.parameters():
-        parameter.grad = None
-        for name in ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample"):
-            if hasattr(parameter, name):
-                delattr(parameter, name)
-    optimizer.step_hook = None
-    return plain
 
 
 def _carry(accountant: IAccountant, past: tuple[Phase, ...], ledger: Ledger, fingerprint: str | None) -> None:

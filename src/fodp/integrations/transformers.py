@@ -22,6 +22,7 @@ from fodp.errors import ConfigurationError, LedgerError
 from fodp.identity.private_data import refuse_private
 from fodp.integrations._hugging_face import arguments, card, processes
 from fodp.integrations._hugging_face.losses import RowLoss
+from fodp.integrations._privates import transformers as privates
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.state.ledgers import refuse_other_ledger
@@ -115,18 +116,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self._ledger, self._run_id, self._engine, self._owners = ledger, run_id, engine, owners
         self._eval_data_is_public = eval_data_is_public
         self._compared: list[Any] = []  # data that is none of the rows that are trained on
-        self._refuse_overridden()
+        _refuse_overridden(type(self))
         arguments.refuse(args, plan)
         _refuse_pushed_ledger(ledger, args.output_dir)
         if eval_dataset is not None:
             self._refuse_private_scores(eval_dataset, train_dataset)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **named)
         processes.refuse_unknown(self)
-
-    def _refuse_overridden(self) -> None:
-        for name, instead in _NOT_CALLED.items():
-            if getattr(type(self), name, None) is not getattr(PrivateTrainer, name, None):
-                raise ConfigurationError(f"{type(self).__name__} overrides {name}, which is not called here: {instead}")
 
     def _refuse_private_scores(self, dataset: Any, train_dataset: Any) -> None:
         """A score on private rows is private itself, and it would be logged."""
@@ -215,15 +211,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 self.private.resume(Path(resume_from_checkpoint) / _STATE)
             steps, an_epoch = self.plan.steps, self.private.steps_per_epoch
             self._init_training_state(steps, an_epoch, math.ceil(steps / an_epoch), resume_from_checkpoint, None)
-            self.state.global_step = self.private.step  # steps that a crash has lost are among them
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = None
+        privates.begin(self, self.private.step)  # steps that a crash has lost are among them
         self.model.train()
-        self._bridge.ignore_keys = ignore_keys_for_eval
         ranks = self.private.session.processes
         with processes.by_itself(self):
-            with self._bridge.listening(self.optimizer) if ranks.is_first else _Hooks():
+            with self._bridge.listening(self.optimizer, ignore_keys_for_eval) if ranks.is_first else _Hooks():
                 result = self.private.fit()
             with ranks.together():
                 return self._finished(result)
@@ -256,7 +248,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         """As Hugging Face's loop ends, without its numbers of loss, time and tokens."""
         assert self.private is not None
         ranks = self.private.session.processes
-        self.state.global_step = result.steps
+        privates.at_step(self, result.steps, self.private.steps_per_epoch)
         metrics = {"train_epsilon": result.epsilon, "train_delta": result.delta}
         if ranks.is_first:
             self.log(dict(metrics))
@@ -266,7 +258,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             self._load_best_model()
             ranks.refuse_drift(self.private.session.parameters)
         if ranks.is_first:
-            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            privates.tell(self, "on_train_end")
             self._finish_current_push()
         ranks.text(lambda: "ended")  # what fails in the first process alone is told here
         self.is_in_train = False
@@ -352,12 +344,16 @@ class _Bridge(Callback):
 
     def __init__(self, trainer: PrivateTrainer):
         self._trainer = trainer
-        self.ignore_keys: list[str] | None = None  # of the model's outputs, in evaluation
+        self._ignore_keys: list[str] | None = None
         self._logged = self._saved = -1
         self._learning_rate = 0.0
 
-    def listening(self, optimizer: torch.optim.Optimizer) -> "_Hooks":
-        """While inside, optimizer steps are told to callbacks: what they see there is released."""
+    def listening(self, optimizer: torch.optim.Optimizer, ignore_keys: list[str] | None) -> "_Hooks":
+        """While inside, optimizer steps are told to callbacks: what they see there is released.
+
+        `ignore_keys`: of the model's outputs, in evaluation.
+        """
+        self._ignore_keys = ignore_keys
 
         def before(*_: Any) -> None:
             self._tell("on_pre_optimizer_step")
@@ -371,18 +367,17 @@ class _Bridge(Callback):
     def on_start(self, private: Private) -> None:
         """Training, an epoch and a step begin."""
         trainer = self._trainer
-        trainer.state.epoch = private.step / private.steps_per_epoch
+        privates.at_step(trainer, private.step, private.steps_per_epoch)
         self._tell("on_train_begin")
         if trainer.args.eval_on_start:
-            trainer._evaluate(None, self.ignore_keys)
+            privates.evaluate(trainer, self._ignore_keys)
         self._tell("on_epoch_begin")
         self._begin_step()
 
     def on_step(self, private: Private) -> None:
         """A step, perhaps an epoch, has ended; what was asked for is logged, evaluated and saved."""
         trainer = self._trainer
-        trainer.state.global_step = private.step
-        trainer.state.epoch = private.step / private.steps_per_epoch
+        privates.at_step(trainer, private.step, private.steps_per_epoch)
         self._tell("on_step_end")
         self._log_evaluate_save(private)
         control, at_the_end = trainer.control, private.step >= private.last_step
@@ -409,8 +404,7 @@ class _Bridge(Callback):
         self._tell("on_step_begin")
 
     def _tell(self, moment: str) -> None:
-        trainer = self._trainer
-        trainer.control = getattr(trainer.callback_handler, moment)(trainer.args, trainer.state, trainer.control)
+        privates.tell(self._trainer, moment)
 
     def _log_evaluate_save(self, private: Private) -> None:
         trainer = self._trainer
@@ -419,17 +413,15 @@ class _Bridge(Callback):
             trainer.log({"epsilon": private.epsilon(), "learning_rate": self._learning_rate})
         if trainer.control.should_evaluate:
             with private.averaged():
-                metrics = trainer._evaluate(None, self.ignore_keys)
-            is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
-            if trainer.args.save_strategy == SaveStrategy.BEST:
-                trainer.control.should_save = is_best
+                metrics = privates.evaluate(trainer, self._ignore_keys)
+            privates.note_best(trainer, metrics, saves_best=trainer.args.save_strategy == SaveStrategy.BEST)
         if trainer.control.should_save:
             self._save(private)
             self._tell("on_save")
 
     def _save(self, private: Private) -> None:
         with private.averaged():
-            self._trainer._save_checkpoint(self._trainer.model, trial=None)
+            privates.save_checkpoint(self._trainer)
         self._saved = private.step
 
 
@@ -445,6 +437,13 @@ class _Hooks:
     def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _refuse_overridden(kind: type) -> None:
+    """Raise if a class of somebody's changes how Trainer learns where nothing calls it."""
+    for name, instead in _NOT_CALLED.items():
+        if getattr(kind, name, None) is not getattr(PrivateTrainer, name, None):
+            raise ConfigurationError(f"{kind.__name__} overrides {name}, which is not called here: {instead}")
 
 
 def _refuse_foreign_words(named: Mapping[str, Any]) -> None:
