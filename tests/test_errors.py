@@ -9,9 +9,15 @@ from torch.utils.data import TensorDataset
 import fodp
 from fodp.runs.folder import RunFolder
 from fodp.state.fitting import steps_within
+from fodp.support import checks
 from methods_for_tests import StopAfter, data, network, plan, trainer
 
 PUBLIC = dict(sampling_rate=0.5, steps=4, lot_size=12, clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+
+
+def test_a_value_is_shown_on_one_line():
+    assert checks.shown(np.zeros((3, 2))) == "array([[0., 0.], [0., 0.], [0., 0.]])"
+    assert checks.shown("a  b") == "'a  b'"
 
 
 def damaged_ledger(folder):

@@ -26,7 +26,7 @@ from fodp.lots.reading import Fetcher, LotReading
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
-from fodp.sources.ahead import Ahead, workers_for
+from fodp.sources.ahead import Ahead
 from fodp.sources.beside import Around
 from fodp.sources.examiner import TRAINER, Examiner
 from fodp.sources.hooks import Listeners
@@ -132,9 +132,8 @@ def make_private(
     recorder = Recorder(Examiner(model, loss_reduction == "mean", lambda found: loop.refused(found)))
     fetcher = Fetcher(dataset, records.collate_fn)
     opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
-    microbatch = None if records.microbatch is None else checks.whole("microbatch", records.microbatch)
-    workers = workers_for(records.num_workers, records.pin_memory)
-    lots, ahead = opening.lots(fetcher, None, 1, workers, microbatch, records.pin_memory)
+    microbatch = records.microbatch
+    lots, ahead = opening.lots(fetcher, None, 1, records.num_workers, microbatch, records.pin_memory)
     held = HeldLots(lots, plan.method)
     push = _push(recorder, fetcher, opening, dataset, microbatch, ahead, lambda: loop)
     session = opening.session(push, held)
@@ -182,6 +181,10 @@ def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler:
         raise ConfigurationError(f"expected a torch.optim optimizer, got {type(optimizer).__name__}: {TRAINER}")
     if any(part in _taken for part in (optimizer, *model.modules())):
         raise ConfigurationError("this model or optimizer is private already: make fresh ones, or close() their loader")
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise ConfigurationError(
+            f"scheduler must be one of torch.optim.lr_scheduler, built on your optimizer, got {checks.shown(scheduler)}"
+        )
     warn_of_large_rates(optimizer)
     refuse_plateau(scheduler, "keep it out of make_private and step it with a score on public data")
 

@@ -423,7 +423,7 @@ def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
         "clip_norm": checks.clip_norm,
         "accountant": lambda name, value: checks.one_of(name, value, ACCOUNTANTS),
         "seed": lambda name, value: value is None or checks.whole(name, value, minimum=0),
-        "exact_noise": _check_switch,
+        "exact_noise": checks.switch,
         "method": lambda name, value: find(value),
     }
     return [
@@ -434,11 +434,6 @@ def field_checks(given: Mapping[str, Any]) -> list[Callable[[], object]]:
 
 
 _MAY_BE_OPEN = {*CHECKS, "method"}
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be True or False, got {checks.shown(value)}")
 
 
 _LARGE_DELTA, _LARGE_EPSILON, _SMALL_EPSILON = 1e-3, 50.0, 0.01

@@ -94,6 +94,7 @@ class Trainer:
     ):
         refuse_other_order("Trainer", model=model, loss_fn=loss_fn, dataset=dataset, plan=plan)
         refuse_other_ledger(ledger, may_open=True)
+        checks.function("public_score", public_score)
         listed, records = Callbacks(callbacks), Reading(**reading)
         given = {
             "owners": records.owners is not None,

@@ -418,5 +418,5 @@ class TestRefusals:
 def test_an_average_of_the_plan_is_refused():
     """Lightning scores and saves the module itself, the last iterate."""
     averaged = fodp.Plan(**{**PLAN.to_dict(), "params": dict(average="ema")})
-    with pytest.raises(ConfigurationError, match="set average=.none. .a plan without a method averages by itself."):
+    with pytest.raises(ConfigurationError, match=r"set average=.none. .a plan without a method averages by itself."):
         PrivateTraining(averaged)

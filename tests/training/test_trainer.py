@@ -700,3 +700,27 @@ def test_what_a_reading_of_lots_knows_are_keywords_of_make_private_too():
     for word in ("owners", "copies", "augment", "engine", "reading"):  # these are the Trainer's
         with pytest.raises(fodp.ConfigurationError, match=f"make_private has no argument '{word}'"):
             fodp.make_private(None, None, None, None, **{word: 1})
+
+
+WRONG = {
+    "collate_fn": (3, "collate_fn must be a function"),
+    "num_workers": (-1, "num_workers must be a whole number of at least 0"),
+    "pin_memory": (1, "pin_memory must be True or False"),
+    "microbatch": (1.5, "microbatch must be a whole number"),
+    "allow_non_finite": ("no", "allow_non_finite must be True or False"),
+    "scheduler": (3, "scheduler must be"),
+}
+
+
+@pytest.mark.parametrize("word", [*WRONG, "augment", "copies", "public_score"])
+def test_wrong_values_are_refused_in_one_line_before_anything_is_charged(tmp_path, word):
+    value, message = WRONG.get(word, (0, f"{word} must be"))
+    ledger = Ledger(tmp_path / "spent.db", dataset="d", budget=(50, 1e-5))
+    with pytest.raises(fodp.ConfigurationError, match=f"^{message}[^\n]*$"):
+        trainer(ledger=ledger, **{word: value})
+    if word in WRONG:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(fodp.ConfigurationError, match=f"^{message}[^\n]*$"):
+            fodp.make_private(model, optimizer, data(), plan(), ledger=ledger, **{word: value})
+    assert ledger.budget("d") is None  # nothing was written down

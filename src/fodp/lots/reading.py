@@ -15,6 +15,7 @@ from fodp.draws import Site, Source, Unkeyable, generators_kept
 from fodp.draws.generators import foreign_state, restore_foreign
 from fodp.errors import ConfigurationError, DataError
 from fodp.lots.records import record_count, records_in, rows_of, tensor_columns
+from fodp.support import checks
 from fodp.support.forms import Form, leaves, mapped
 from fodp.support.looks import Looks, is_rare
 
@@ -46,6 +47,17 @@ class LotReading:
     pin_memory: bool = False
     microbatch: int | None = None
     allow_non_finite: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise for values that no lot could be read with."""
+        checks.function("collate_fn", self.collate_fn)
+        checks.whole("num_workers", self.num_workers, minimum=0)
+        checks.switch("pin_memory", self.pin_memory)
+        checks.switch("allow_non_finite", self.allow_non_finite)
+        if self.microbatch is not None:
+            checks.whole("microbatch", self.microbatch)
+        if self.pin_memory and not self.num_workers:
+            raise ConfigurationError("pin_memory is for batches that workers read ahead: set num_workers too")
 
 
 class LotCollate:

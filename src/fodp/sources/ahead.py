@@ -19,7 +19,6 @@ from fodp.draws.source import DerivedKeys
 from fodp.errors import ConfigurationError
 from fodp.lots.reading import Fetcher
 from fodp.sampling import Lot, Lots
-from fodp.support import checks
 from fodp.support.forms import mapped
 
 Key = tuple[int, int, int]  # a step, and from where to where in its lot
@@ -181,13 +180,6 @@ def read(fetcher: Fetcher, ahead: Ahead | None, lot: Lot, source: Source, places
         if batch is not None:
             return batch
     return fetcher.fetch(lot.indices[places], source, lot.records[places])
-
-
-def workers_for(num_workers: int, pin_memory: bool) -> int:
-    """The number of workers to read ahead with, checked."""
-    if pin_memory and not num_workers:
-        raise ConfigurationError("pin_memory is for batches that workers read ahead: set num_workers too")
-    return checks.whole("num_workers", num_workers, minimum=0)
 
 
 def _as_it_is(read: Any) -> Any:

@@ -25,7 +25,7 @@ from fodp.options.made_up import made_up
 from fodp.options.scaling import Kronecker
 from fodp.queries import Factor
 from fodp.sampling import Lot, Lots
-from fodp.sources.ahead import Ahead, read, workers_for
+from fodp.sources.ahead import Ahead, read
 from fodp.sources.hooks import Listeners
 from fodp.sources.opening import Opening
 from fodp.support import checks
@@ -52,6 +52,12 @@ class Reading(LotReading):
     engine: str = "auto"
     public_sample: Any = None
 
+    def __post_init__(self) -> None:
+        """Raise for values that no lot could be read with, or put through the model."""
+        super().__post_init__()
+        checks.function("augment", self.augment)
+        checks.whole("copies", self.copies)
+
 
 def pulled(opening: Opening, loss_fn: LossFunction, reading: Reading) -> tuple["Pull", Lots]:
     """The source of a Trainer, and what draws its lots; refuses what does not fit the plan or the other processes."""
@@ -67,10 +73,8 @@ def pulled(opening: Opening, loss_fn: LossFunction, reading: Reading) -> tuple["
         engine=reading.engine,
         loss=type(loss_fn).__name__,
     )
-    copies = checks.whole("copies", reading.copies)
-    microbatch = None if reading.microbatch is None else checks.whole("microbatch", reading.microbatch)
-    workers = workers_for(reading.num_workers, reading.pin_memory)
-    lots, ahead = opening.lots(fetcher, reading.owners, copies, workers, microbatch, reading.pin_memory)
+    copies, microbatch = reading.copies, reading.microbatch
+    lots, ahead = opening.lots(fetcher, reading.owners, copies, reading.num_workers, microbatch, reading.pin_memory)
     source = Pull(
         engine,
         fetcher,

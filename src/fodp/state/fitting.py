@@ -63,6 +63,7 @@ def fitting_scheduler(
 ) -> LRScheduler | None:
     """The scheduler, made from the optimizer if it was given as a function."""
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        checks.function("scheduler", scheduler)
         scheduler = scheduler(optimizer)
     if scheduler is not None and scheduler.optimizer is not optimizer:
         raise ConfigurationError(

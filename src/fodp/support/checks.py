@@ -63,11 +63,12 @@ def refusals(*checks: Callable[[], object]) -> list[ConfigurationError]:
 
 
 def shown(value: object) -> str:
-    """The value as an error message shows it: a megabyte of digits helps nobody."""
+    """The value as an error message shows it, on one line: a megabyte of digits helps nobody."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of many thousand digits
         return "a huge number"
+    text = " ".join(text.split()) if "\n" in text else text  # arrays are printed over several lines
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -140,6 +141,19 @@ def whole(name: str, value: object, minimum: int = 1, maximum: int | None = None
     if maximum is not None and checked > maximum:
         raise ConfigurationError(f"{name} must be at most {maximum}, got {shown(value)}")
     return checked
+
+
+def switch(name: str, value: object) -> bool:
+    """True or False: "no" would count as a yes."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def function(name: str, value: object) -> None:
+    """None, or what can be called."""
+    if value is not None and not callable(value):
+        raise ConfigurationError(f"{name} must be a function, got {shown(value)}")
 
 
 def numbers(name: str, values: object) -> tuple[float, ...]:
