@@ -200,7 +200,7 @@ class PrivateLoader:
         self._loop = loop
         self._detach = loop.attach()
         self._warned = False  # that there are no lots any more
-        weakref.finalize(self, loop.push.recorder.abandon)
+        weakref.finalize(self, loop.push.abandon)
 
     def __len__(self) -> int:
         return self._loop.plan.steps

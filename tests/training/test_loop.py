@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
@@ -942,26 +943,21 @@ def test_methods_that_cannot_be_dropped_in_are_refused_at_once(monkeypatch):
                 private(the_plan=plan(method="wanting"))
 
 
-def test_a_loader_that_is_dropped_with_a_lot_in_hand_leaves_no_hooks_in_the_process():
-    """Hooks on all modules would slow down, and judge, whatever else runs there; the lot can not be stepped."""
+def test_a_loader_that_is_dropped_with_a_lot_in_hand_leaves_nothing_in_the_process():
+    """Hooks on all modules and modes would slow down, and judge, whatever else runs there; there is no step for it."""
 
-    def hooks():
-        return [
-            len(each)
-            for each in (
-                torch.nn.modules.module._global_forward_hooks,
-                torch.nn.modules.module._global_forward_pre_hooks,
-            )
-        ]
+    def listeners():
+        hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+        return [len(each) for each in (*hooks, _get_current_function_mode_stack())]
 
     gc.collect()
-    before = hooks()
+    before = listeners()
     model, optimizer, loader = private()
     inputs, labels = loader.next_batch()
     loader.backward(F.cross_entropy(model(inputs), labels, reduction="none"))
-    assert hooks() != before
+    assert listeners() != before
     del loader
     gc.collect()
-    assert hooks() == before
+    assert listeners() == before
     with pytest.raises(fodp.ConfigurationError, match="the loader was dropped while its lot was in hand"):
         optimizer.step()

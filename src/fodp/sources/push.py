@@ -168,6 +168,11 @@ class Push:
         if self._labels.is_entered:
             self._labels.stop()
 
+    def abandon(self) -> None:
+        """Nobody has the loader any more: end what listens in the whole process."""
+        self.stop_listening()
+        self.recorder.abandon()
+
     def close(self) -> None:
         """The run is over: end what listens, and the processes that read ahead."""
         self.recorder.between.close()
