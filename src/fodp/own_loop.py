@@ -22,17 +22,16 @@ from fodp.inputs.finite import refuse_non_finite
 from fodp.inputs.order import refuse_other_order
 from fodp.layout import GradientBuffer
 from fodp.ledger import Ledger
-from fodp.lots.reading import Fetcher, LotReading
+from fodp.lots.reading import LotReading
 from fodp.plan import Plan, warn_of_large_rates
 from fodp.ranks import refuse_other_group
 from fodp.session import Session
-from fodp.sources.ahead import Ahead
 from fodp.sources.beside import Around
 from fodp.sources.examiner import TRAINER, Examiner
 from fodp.sources.hooks import Listeners
 from fodp.sources.opening import Opening
 from fodp.sources.own_lot import LOOP
-from fodp.sources.push import HeldLots, Push
+from fodp.sources.push import HeldLots, Push, pushed
 from fodp.sources.recorder import Recorder
 from fodp.sources.trial import refuse_other_sums
 from fodp.state import checkpoint
@@ -130,15 +129,10 @@ def make_private(
     }
     opening = Opening(model, dataset, plan, given)
     recorder = Recorder(Examiner(model, loss_reduction == "mean", lambda found: loop.refused(found)))
-    fetcher = Fetcher(dataset, records.collate_fn)
-    opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
-    microbatch = records.microbatch
-    lots, ahead = opening.lots(fetcher, None, 1, records.num_workers, microbatch, records.pin_memory)
-    held = HeldLots(lots, plan.method)
-    push = _push(recorder, fetcher, opening, dataset, microbatch, ahead, lambda: loop)
+    push, held = pushed(opening, recorder, records, lambda found: loop.refused(found), lambda: loop.abandon_lot())
     session = opening.session(push, held)
     fitting_optimizer(session, optimizer)
-    if microbatch is not None:
+    if records.microbatch is not None:
         refuse_other_sums(session)
     if not records.allow_non_finite:
         refuse_non_finite(dataset)
@@ -151,28 +145,6 @@ def make_private(
     else:
         loop.course.begin()
     return model, optimizer, PrivateLoader(loop)
-
-
-def _push(
-    recorder: Recorder,
-    fetcher: Fetcher,
-    opening: Opening,
-    dataset: Any,
-    microbatch: int | None,
-    ahead: Ahead | None,
-    loop: Callable[[], "OwnLoop"],
-) -> Push:
-    """The source of a loop that is made later: it is asked when data does not fit, or a lot breaks off."""
-    return Push(
-        recorder,
-        fetcher,
-        opening.streams,
-        dataset,
-        microbatch=microbatch,
-        ahead=ahead,
-        refused=lambda found: loop().refused(found),
-        abandon=lambda: loop().abandon_lot(),
-    )
 
 
 def _refuse_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
@@ -206,20 +178,51 @@ class PrivateLoader:
         return self._loop.plan.steps
 
     def __iter__(self) -> Iterator[Any]:
-        if self._loop.is_spent:
-            if not self._warned:
-                checks.warn(
-                    f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
-                    "has no lots. Leave the loop over epochs out; a longer run needs a plan of more steps"
-                )
-            self._warned = True
-            return iter(())
-        self._loop.refuse_closed()
-        return self._lots()
+        return iter(()) if self._is_over() else self._lots(len(self))
 
-    def _lots(self) -> Iterator[Any]:
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps an epoch has: 1/q, rounded, a public number."""
+        return max(1, round(1 / self._loop.plan.sampling_rate))
+
+    def epochs(self) -> Iterator[Iterator[Any]]:
+        """The same lots, an epoch at a time: `for epoch in loader.epochs(): for batch in epoch: ...`.
+
+        An epoch has `steps_per_epoch` lots, the last one what is left of the plan. An example may be in several of its
+        lots, or in none. The epoch of a loop that is resumed, or of one that was left by `break`, goes on where it was.
+
+        Raises:
+            ConfigurationError: an epoch was left before its first step, and the next one would be the same.
+        """
+        return iter(()) if self._is_over() else self._epochs()
+
+    def _epochs(self) -> Iterator[Iterator[Any]]:
+        begun = -1
+        while begun != self.step < len(self):
+            begun = self.step
+            yield self._lots(min(len(self), (begun // self.steps_per_epoch + 1) * self.steps_per_epoch))
+        if self.step < len(self):
+            raise ConfigurationError(
+                "an epoch was left before its first step: go through its lots (for batch in epoch)"
+            )
+
+    def _is_over(self) -> bool:
+        """Whether there are no lots any more, which is told once."""
+        if not self._loop.is_spent:
+            self._loop.refuse_closed()
+            return False
+        if not self._warned:
+            checks.warn(
+                f"the plan's {len(self)} steps are done, and one pass over the loader is the whole run: this pass "
+                "has no lots. Go by loader.epochs(), or leave the loop over epochs out; a longer run needs a plan of "
+                "more steps"
+            )
+        self._warned = True
+        return True
+
+    def _lots(self, end: int) -> Iterator[Any]:
         try:
-            while self.step < len(self):
+            while self.step < end:
                 yield self._loop.next_batch()
         finally:
             self._loop.push.stop_listening()  # also of a loop that has broken off

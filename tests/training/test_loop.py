@@ -961,3 +961,55 @@ def test_a_loader_that_is_dropped_with_a_lot_in_hand_leaves_nothing_in_the_proce
     assert listeners() == before
     with pytest.raises(fodp.ConfigurationError, match="the loader was dropped while its lot was in hand"):
         optimizer.step()
+
+
+class TestEpochs:
+    """The same lots, an epoch at a time."""
+
+    def test_an_epoch_is_one_over_the_rate_and_the_run_is_the_same(self):
+        plain, optimizer, loader = private(the_plan=plan(steps=12))
+        for batch in loader:
+            advance(plain, optimizer, batch)
+        model, optimizer, loader = private(the_plan=plan(steps=12))
+        lengths = []
+        for epoch in loader.epochs():
+            before = loader.step
+            for batch in epoch:
+                advance(model, optimizer, batch)
+            lengths.append(loader.step - before)
+        assert lengths == [5, 5, 2]
+        assert loader.steps_per_epoch == 5
+        assert torch.equal(flat(model), flat(plain))
+
+    def test_an_epoch_that_was_left_goes_on_and_so_does_one_of_a_resumed_loop(self, tmp_path):
+        model, optimizer, loader = private(the_plan=plan(steps=12))
+        for epoch in loader.epochs():
+            for batch in itertools.islice(epoch, 3):
+                advance(model, optimizer, batch)
+            if loader.step >= 8:  # 3, 5, 8
+                break
+        assert loader.step == 8
+        loader.save(tmp_path / "loop.pt")
+        loader.close()
+        model, optimizer, loader = private(the_plan=plan(steps=12), resume=tmp_path / "loop.pt")
+        lengths = []
+        for epoch in loader.epochs():
+            lengths.append(sum(1 for batch in epoch if advance(model, optimizer, batch) is None))
+        assert lengths == [2, 2]
+
+    def test_an_epoch_without_a_step_is_no_endless_loop(self):
+        _, _, loader = private()
+        with pytest.raises(fodp.ConfigurationError, match="left before its first step"):
+            list(loader.epochs())
+        assert loader.step == 0
+
+    def test_a_loop_that_is_over_or_closed_has_none(self):
+        model, optimizer, loader = private(the_plan=plan(steps=1))
+        for batch in loader:
+            advance(model, optimizer, batch)
+        with pytest.warns(UserWarning, match="1 steps are done"):
+            assert list(loader.epochs()) == []
+        _, _, loader = private()
+        loader.close()
+        with pytest.raises(fodp.ConfigurationError, match="closed"):
+            loader.epochs()

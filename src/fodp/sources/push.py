@@ -14,13 +14,14 @@ from fodp.draws import Source
 from fodp.errors import ConfigurationError, DataError
 from fodp.gradients import HERE, Chunk, ClipRule, Gradients, Points
 from fodp.inputs.bad_records import explain_reading
-from fodp.lots.reading import Fetcher
+from fodp.lots.reading import Fetcher, LotReading
 from fodp.noise import Streams
 from fodp.queries import Factor
 from fodp.sampling import Lot, Lots
 from fodp.sources.ahead import Ahead, read
 from fodp.sources.examiner import TRAINER
 from fodp.sources.loss_watch import LossWatch
+from fodp.sources.opening import Opening
 from fodp.sources.padding import compare_alone
 from fodp.sources.parts import GatheredChunk, LotParts
 from fodp.sources.recorder import Recorder
@@ -63,6 +64,33 @@ class HeldLots:
     def next_round(self, step: int) -> int:
         """The first step, from this one on, at which new groups may be drawn."""
         return self._lots.next_round(step)
+
+
+def pushed(
+    opening: Opening,
+    recorder: Recorder,
+    reading: LotReading,
+    refused: Callable[[DataError], DataError],
+    abandon: Callable[[], None],
+) -> tuple["Push", HeldLots]:
+    """The source of a loop of one's own, and what holds its lots; refuses what does not fit the other processes.
+
+    The loop is made later: `refused` asks it when data does not fit, `abandon` tells it that a lot breaks off.
+    """
+    dataset, microbatch, fetcher = opening.dataset, reading.microbatch, Fetcher(opening.dataset, reading.collate_fn)
+    opening.refuse_unfit(fetcher, None, loss=type(recorder.engine.loss_fn).__name__)
+    lots, ahead = opening.lots(fetcher, None, 1, reading.num_workers, microbatch, reading.pin_memory)
+    source = Push(
+        recorder,
+        fetcher,
+        opening.streams,
+        dataset,
+        microbatch=microbatch,
+        ahead=ahead,
+        refused=refused,
+        abandon=abandon,
+    )
+    return source, HeldLots(lots, opening.plan.method)
 
 
 class Push:
