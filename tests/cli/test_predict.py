@@ -37,6 +37,14 @@ def rows(out):
     return list(csv.reader(io.StringIO(out)))
 
 
+def test_records_in_place_of_features_are_refused_with_a_hint(places):
+    np.save(places / "other.npy", np.zeros((3, 81, 2, 2)))
+    code, _, err = run("predict", str(places / "digits"), str(places / "other.npy"))
+    assert code == 2
+    assert "predict takes examples of shape (1, 8, 8)" in err
+    assert "After --features they are features, not records" in err
+
+
 @pytest.mark.parametrize("model", ["ill", "ill.safetensors"])
 def test_a_table_is_predicted_in_its_own_words(places, model):
     code, out, err = run("predict", str(places / model), str(places / "new.csv"))

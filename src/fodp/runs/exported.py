@@ -69,7 +69,8 @@ def _numbers(inputs: Any, data: Card) -> Tensor:
     if tuple(found.shape[1:]) not in (tuple(data.shape), (data.features,)):
         raise DataError(
             f"predict takes examples of shape ({', '.join(map(str, data.shape))}), with a dimension for their number "
-            f"in front; got an array of {found.dim()} dimensions that does not fit"
+            f"in front; got an array of {found.dim()} dimensions that does not fit. After --features "
+            "they are features, not records"
         )
     return found.reshape(-1, *data.shape)
 
