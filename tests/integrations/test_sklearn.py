@@ -196,6 +196,8 @@ class TestGuarantee:
             (dict(bounds=[(0, 1)] * 2), "one pair for each of the 3"),
             (dict(bounds=("a", "b")), "bounds must be a pair"),
             (dict(random_state=-1), "random_state"),
+            (dict(epsilon="x"), "^epsilon must be a finite number, got 'x'$"),
+            (dict(epsilon=-1), "^epsilon must be above 0, got -1$"),
             (dict(schema={"columns": {"a": {"bounds": [0, 1]}}}), "DataFrame|not both"),
         ],
     )

@@ -74,6 +74,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     def plan(self) -> Plan:
         """The plan of a fit, and with it ε, δ and the statement, before any data is touched."""
+        checks.positive("epsilon", self.epsilon)
         if self.random_state is not None:
             checks.whole("random_state", self.random_state, minimum=0)
         size = self._declared_size()
