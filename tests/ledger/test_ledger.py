@@ -805,6 +805,14 @@ class TestCommandLine:
         spend(ledger(tmp_path, dataset="unlimited"), "a", 5)
         assert book.more_like_the_last("unlimited") is None
 
+    def test_show_says_that_nothing_was_charged(self, capsys, tmp_path):
+        path = str(tmp_path / "new.sqlite")
+        fodp.Ledger(path, dataset="people", budget=(3, 1e-5))
+        assert main(["ledger", "show", path]) == 0
+        assert "nothing was charged yet" in capsys.readouterr().out
+        assert main(["ledger", "show", path, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == []
+
     def test_show_leafs_through_many_runs(self, capsys, tmp_path):
         book = named(tmp_path)
         for number in range(30):

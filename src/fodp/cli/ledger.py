@@ -106,6 +106,9 @@ def _show(options: argparse.Namespace, ledger: "Ledger") -> int:
     from fodp.ledger.card import overview
 
     records = overview(ledger, options.dataset_name, None if options.all else options.page)
+    if not records and not options.json:
+        print(f"{ledger.path}: nothing was charged yet")
+        return 0
     print(json.dumps(records)) if options.json else _table(records)
     return 0
 
