@@ -334,7 +334,7 @@ REFUSED = {
     "varied and given": ([*WORDS, "--lr=0.1"], "twice"),
     "an unknown parameter": ([*WORDS, "--vary=depth=1"], "depth"),
     "a distribution": ([*WORDS, "--distribution=uniform"], "geometric"),
-    "too few runs": ([*WORDS, "--runs=0.5"], "mean"),
+    "too few runs": ([*WORDS, "--runs=0.5"], "--runs must be at least 1, got 0.5"),
     "runs without end": ([*WORDS, "--runs=1e9"], "fewer runs"),
     "no jobs": ([*WORDS, "--jobs=0"], "--jobs"),
     "all of the data": ([*WORDS, "--subsample=1"], "--subsample"),

@@ -120,7 +120,8 @@ class Repetitions:
 
     def __post_init__(self) -> None:
         if not 1 <= checks.number("mean", self.mean) <= _MOST_RUNS:
-            raise PrivacyError(f"mean must lie between 1 and {_MOST_RUNS:g}, got {self.mean!r}: make fewer runs")
+            advice = ": make fewer runs" if self.mean > 1 else ""
+            raise PrivacyError(f"mean must lie between 1 and {_MOST_RUNS:g}, got {self.mean!r}{advice}")
         if self.shape != math.inf:
             checks.at_least_zero("shape", self.shape)
 

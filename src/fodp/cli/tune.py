@@ -151,7 +151,9 @@ def _search(job: Job) -> "Search":
 
     config = job.config
     checks.one_of("--distribution", config["distribution"], tuple(SHAPES))
-    repetitions = Repetitions(checks.number("--runs", config["runs"]), SHAPES[config["distribution"]])
+    if not checks.number("--runs", config["runs"]) >= 1:
+        raise ConfigurationError(f"--runs must be at least 1, got {config['runs']:g}")
+    repetitions = Repetitions(config["runs"], SHAPES[config["distribution"]])
     target = checks.positive("--target-epsilon", config["target_epsilon"])
     plans = [_candidate(job, values) for values in grid(config["vary"])]
     fraction = config.get("subsample")
