@@ -202,3 +202,41 @@ def test_the_drop_in_loop_refuses_a_model_that_writes_what_it_sees_into_paramete
     with pytest.raises(fodp.PrivacyError, match=WRITTEN):
         optimizer.step()
     assert loader.step == 0
+
+
+class MakesAParameter(nn.Linear):
+    """Puts what it sees into a frozen parameter that it makes in a later pass, or into one that was added then."""
+
+    way = "none"
+
+    def forward(self, x):
+        if self.way == "made":
+            self.seen = nn.Parameter(x.detach().mean(0), requires_grad=False)
+        elif self.way == "added":
+            with torch.no_grad():
+                self.seen.copy_(x.mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.rule(12)
+@pytest.mark.parametrize("way", ["made", "added"])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_frozen_parameter_of_a_later_pass_holds_nothing_of_what_the_model_sees(way, replaced):
+    refused = "has another parameter, seen" if way == "made" else "writes into the parameter seen"
+    for own in (False, True):
+        net = MakesAParameter(4, 2)
+        if replaced:
+            net.seen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        if own:
+            _, optimizer, loader = make_private(net, torch.optim.SGD(net.parameters(), lr=0.1), data(), plan())
+
+            def step(net=net, optimizer=optimizer, loader=loader):
+                inputs, labels = loader.next_batch()
+                loader.backward(F.cross_entropy(net(inputs), labels, reduction="none"))
+                optimizer.step()
+        else:
+            step = fodp.Trainer(net, losses, data(), plan()).take_step
+        step()
+        net.seen, net.way = nn.Parameter(torch.zeros(4), requires_grad=False), way
+        with pytest.raises(fodp.PrivacyError, match=refused):
+            step()

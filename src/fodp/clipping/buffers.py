@@ -1,5 +1,6 @@
 """A model's buffers leave with it, and no noise protects them: a private pass must leave them as they were."""
 
+import operator
 from collections.abc import Sequence
 from typing import Self
 
@@ -16,7 +17,8 @@ class KeptBuffers:
     """A model's buffers as they are now, to be compared after passes over private data.
 
     Any change is refused, not only one that looks like a statistic: even a count of passes tells how many examples
-    were drawn. `parameters` are watched too, but only for being written to in place: comparing them would cost.
+    were drawn. `parameters` are all of the model's, or none: they are watched for being written to in place (comparing
+    them would cost), and for being others, frozen ones too, which leave with the model as buffers do.
     `alone` leaves out its parts; `who` is what messages call the model.
     """
 
@@ -31,8 +33,12 @@ class KeptBuffers:
 
     def refuse_changes(self) -> None:
         """Put back whatever has changed, and raise if anything has."""
-        if self._parameters and versions(self._parameters) != self._versions:
-            raise self._written_parameter()
+        if self._parameters:
+            if versions(self._parameters) != self._versions:
+                raise self._written_parameter()
+            now = tuple(self._model.parameters())
+            if len(now) != len(self._parameters) or any(map(operator.is_not, now, self._parameters)):
+                raise self._other_parameter()
         changed = self.restore()
         if changed:
             raise PrivacyError(
@@ -64,6 +70,15 @@ class KeptBuffers:
 
     def _now(self) -> dict[str, Tensor]:
         return dict(self._model.named_buffers(recurse=not self._alone))
+
+    def _other_parameter(self) -> PrivacyError:
+        known = {id(parameter) for parameter in self._parameters}
+        names = (name for name, parameter in self._model.named_parameters() if id(parameter) not in known)
+        return PrivacyError(
+            f"{self._who} has another parameter, {next(names, 'one less')}, than before it saw examples, and no noise "
+            "protects what a pass puts there: add and replace parameters before a step, and start again with a fresh "
+            "model, since this one may hold something of examples"
+        )
 
     def _written_parameter(self) -> PrivacyError:
         now = zip(self._parameters, versions(self._parameters), self._versions, strict=True)

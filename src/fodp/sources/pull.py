@@ -114,8 +114,7 @@ class Pull:
     ):
         self.engine, self.fetcher, self.augmentation, self.copies = engine, fetcher, augmentation, copies
         self._streams, self._microbatch, self._summed, self._ahead = streams, microbatch, summed, ahead
-        # What a step must leave as it was: the model, what its loss and the augmentation reach, its parameters.
-        self._kept = engine.model, [engine.outside, outside], tuple(engine.model.parameters())
+        self._watched = [engine.outside, outside]  # what the loss and the augmentation reach
         self.layout: Layout = engine.layout  # where each trainable parameter lies in the flat vector
         self.listeners = Listeners(engine.model)
         self._public_sample = public_sample
@@ -132,8 +131,9 @@ class Pull:
         return Chunks(self.engine, self._batch(lot), at, self.copies, self._microbatch, factors, exact)
 
     def unchanged(self) -> KeptState:
-        """The model's buffers, and what its loss can reach, as they are before a step."""
-        return KeptState(*self._kept)
+        """The model's buffers and parameters, and what its loss can reach, as they are before a step."""
+        model = self.engine.model
+        return KeptState(model, self._watched, tuple(model.parameters()))
 
     def public_records(self, scaling: Any) -> Callable[[int], Any]:
         """Public records for a step: the user's, or made up from what is public of the data's form."""
