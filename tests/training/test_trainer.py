@@ -712,6 +712,15 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("sample", [3, (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))], ids=["3", "width"])
+def test_a_public_sample_that_the_loss_does_not_take_is_refused_before_anything_is_charged(tmp_path, sample):
+    ledger = Ledger(tmp_path / "spent.db", dataset="d", budget=(500, 1e-5))
+    kronecker = plan(method="dp-sgd", params=dict(shape="kronecker"))
+    with pytest.raises(fodp.ConfigurationError, match=r"^public_sample must be a batch .* Nothing was released or"):
+        trainer(the_plan=kronecker, ledger=ledger, public_sample=sample).fit()
+    assert not ledger.store.count()
+
+
 @pytest.mark.parametrize("word", [*WRONG, "augment", "copies", "public_score"])
 def test_wrong_values_are_refused_in_one_line_before_anything_is_charged(tmp_path, word):
     value, message = WRONG.get(word, (0, f"{word} must be"))

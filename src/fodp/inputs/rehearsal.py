@@ -35,6 +35,7 @@ def rehearse(source: "Pull", dataset: Any) -> None:
     batch, chosen = None, telling(dataset)  # type: Any, torch.Tensor
     try:
         with generators_kept():
+            _try_public(source)
             source.fetcher.refuse_what_cannot_be_divided()
             batch = repeat(source.fetcher.fetch(chosen), source.copies)
             if source.augmentation is not None:
@@ -55,6 +56,20 @@ def rehearse(source: "Pull", dataset: Any) -> None:
         restore_foreign(foreign)
         kept.refuse_changes()  # also after an exception: what a model has written of records must not stay
         kept.restore()  # nor what was kept in an attribute that was empty
+
+
+def _try_public(source: "Pull") -> None:
+    """Raise for a public sample that the loss does not take."""
+    if source.public_sample is None:
+        return
+    try:
+        with torch.no_grad():
+            source.engine.loss_fn(source.engine.model, source.public_sample)
+    except Exception as error:
+        raise ConfigurationError(
+            "public_sample must be a batch of public records as loss_fn takes them, which fails: "
+            f"{one_line(error)}. Nothing was released or charged"
+        ) from error
 
 
 def _differentiate(losses: Any, parameters: Sequence[nn.Parameter]) -> None:

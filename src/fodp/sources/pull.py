@@ -117,7 +117,7 @@ class Pull:
         self._watched = [engine.outside, outside]  # what the loss and the augmentation reach
         self.layout: Layout = engine.layout  # where each trainable parameter lies in the flat vector
         self.listeners = Listeners(engine.model)
-        self._public_sample = public_sample
+        self.public_sample = public_sample
         self._widths = Widths()
         self._collate_looks = Looks(LOTS_COMPARED)  # at what collate_fn makes of records alone
         self.asked: Lot | None = None  # the lot whose gradients were asked for last
@@ -137,8 +137,8 @@ class Pull:
 
     def public_records(self, scaling: Any) -> Callable[[int], Any]:
         """Public records for a step: the user's, or made up from what is public of the data's form."""
-        if self._public_sample is not None:
-            return lambda _: self._public_sample
+        if self.public_sample is not None:
+            return lambda _: self.public_sample
         kind = scaling.shape_inputs if isinstance(scaling, Kronecker) else "auto"
         return lambda step: made_up(self.fetcher.forms, self.engine.model, self.engine.loss_fn, kind, step)
 
