@@ -3,6 +3,7 @@
 import csv
 import itertools
 import logging
+import re
 import warnings
 
 import pytest
@@ -413,6 +414,21 @@ class TestRefusals:
     def test_what_is_no_plan(self):
         with pytest.raises(ConfigurationError, match=r"takes a fodp\.Plan"):
             PrivateTraining(3)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        ("loss_reduction", "avg", "loss_reduction must be one of mean, sum; got 'avg'"),
+        ("public_validation", "no", "public_validation must be True or False, got 'no'"),
+        ("public_logs", "lr", "public_logs must be a list of names, got 'lr'"),
+        ("public_state", "ema.", "public_state must be a list of names, got 'ema.'"),
+        ("public_state", 3, "public_state must be a list of names, got 3"),
+    ],
+)
+def test_wrong_values_are_refused_where_they_would_let_too_much_pass(word, value, said):
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
+        PrivateTraining(PLAN, **{word: value})
 
 
 def test_an_average_of_the_plan_is_refused():

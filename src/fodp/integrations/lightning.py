@@ -140,10 +140,13 @@ class PrivateTraining(pl.Callback):  # type: ignore[misc]
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"PrivateTraining takes a fodp.Plan, got {checks.shown(plan)}")
         refuse_other_ledger(ledger)
+        checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        checks.switch("public_validation", public_validation)
+        self._public = {"epsilon", *_names("public_logs", public_logs)}
+        self._public_state = _names("public_state", public_state)
         conflicts.refuse(plan.features, {"Lightning": True})
         self.plan, self.ledger, self.loss_reduction = plan, ledger, loss_reduction
         self.public_validation = public_validation
-        self._public, self._public_state = {"epsilon", *public_logs}, tuple(public_state)
         self._followed: set[str] = set()  # names that schedulers follow
         self._dropped: set[str] = set()
         self._loader: PrivateLoader | None = None
@@ -387,6 +390,13 @@ class _Epochs:
             if self._loader.step >= len(self._loader):
                 return
             yield self._loader.next_batch()
+
+
+def _names(word: str, given: Any) -> tuple[str, ...]:
+    """The names of a list; of a text alone each letter would be one."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigurationError(f"{word} must be a list of names, got {checks.shown(given)}")
+    return tuple(given)
 
 
 def _refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:

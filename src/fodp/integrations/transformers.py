@@ -26,6 +26,7 @@ from fodp.integrations._privates import transformers as privates
 from fodp.ledger import Ledger
 from fodp.plan import Plan
 from fodp.state.ledgers import refuse_other_ledger
+from fodp.support import checks
 from fodp.support.checks import listed
 from fodp.support.extras import need
 from fodp.support.words import unknown
@@ -104,6 +105,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"plan must be a fodp.Plan, got {type(plan).__name__}")
         refuse_other_ledger(ledger, may_open=True)
+        checks.switch("eval_data_is_public", eval_data_is_public)
         _refuse_foreign_words(named)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, TrainingArguments) or isinstance(model, TrainingArguments):
