@@ -350,6 +350,8 @@ class TestEvaluation:
             run.evaluate(rows(4, 1))
         with pytest.raises(ConfigurationError, match="eval_data_is_public must be True or False, got 'no'"):
             trainer(tmp_path, eval_dataset=rows(2, 1), eval_data_is_public="no")
+        with pytest.raises(ConfigurationError, match="compute_loss_func must be a function, got 3"):
+            trainer(tmp_path, compute_loss_func=3)
 
     def test_scores_on_the_training_rows_are_refused(self, tmp_path):
         data = rows(40)

@@ -106,6 +106,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             raise ConfigurationError(f"plan must be a fodp.Plan, got {type(plan).__name__}")
         refuse_other_ledger(ledger, may_open=True)
         checks.switch("eval_data_is_public", eval_data_is_public)
+        checks.function("compute_loss_func", named.get("compute_loss_func"))
         _refuse_foreign_words(named)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, TrainingArguments) or isinstance(model, TrainingArguments):
