@@ -98,6 +98,15 @@ class TestSameDraws:
         assert torch.allclose(flat(ours), flat(theirs), atol=2e-6)
         assert (flat(ours) - flat(network())).norm() > 0.1
 
+    def test_without_a_method_it_is_the_recipe_as_in_every_door(self):
+        engine, model, optimizer, loader = setup()
+        on = from_opacus(engine, optimizer=optimizer, model=model, data_loader=loader, **PUBLIC)
+        alike = dict(clip_norm=on.plan.clip_norm, noise_multiplier=on.plan.noise_multiplier)
+        assert on.plan == fodp.Plan(**PUBLIC, **alike)
+        for batch in on.loader:
+            train(on.model, on.optimizer, [batch])
+        assert on.loader.step == PUBLIC["steps"]
+
     def test_going_on_with_dp_sgd_is_opacus_going_on(self, monkeypatch):
         """Opacus takes steps; then both go on from there, with momentum, on the same lots and noise."""
         pair = []
@@ -202,8 +211,8 @@ class TestGuarantee:
     def test_fo_dp_sgd_goes_on_in_the_owners_loop(self):
         engine, model, optimizer, loader = setup()
         on = from_opacus(
-            engine, optimizer=optimizer, model=model, data_loader=loader, params=dict(beta=0.8, window=3), seed=1,
-            **PUBLIC,
+            engine, optimizer=optimizer, model=model, data_loader=loader, seed=1,
+            method="fo-dp-sgd", params=dict(beta=0.8, window=3), **PUBLIC,
         )  # fmt: skip
         before = flat(on.model)
         train(on.model, on.optimizer, on.loader)
@@ -220,7 +229,9 @@ class TestGuarantee:
             return inputs / 2, labels
 
         engine, model, optimizer, loader = setup(loader=DataLoader(data(), batch_size=20, collate_fn=halved))
-        on = from_opacus(engine, optimizer=optimizer, model=model, data_loader=loader, seed=1, **PUBLIC)
+        on = from_opacus(
+            engine, optimizer=optimizer, model=model, data_loader=loader, seed=1, method="fo-dp-sgd", **PUBLIC
+        )
         inputs, _ = next(iter(on.loader))
         assert all(any(torch.equal(row, known / 2) for known in data().tensors[0]) for row in inputs)
         on.loader.close()

@@ -71,12 +71,12 @@ def from_opacus(
     optimizer: DPOptimizer | None = None,
     sampling_rate: float | None = None,
     lot_size: float | None = None,
-    method: str = "fo-dp-sgd",
+    method: str | None = None,
     params: Mapping[str, Any] | None = None,
     ledger: Ledger | None = None,
     **public: Any,
 ) -> Continued:
-    """Go on from where Opacus is, with FO-DP-SGD or another method of one gradient per step.
+    """Go on from where Opacus is, with a method of one gradient per step; without a `method`, with the recipe.
 
     `source` is the `PrivacyEngine` (then give its `optimizer`) or the `DPOptimizer` itself; `model` and `data_loader`
     are those that `PrivacyEngine.make_private` returned. Clip norm, noise multiplier and loss reduction are taken from
@@ -103,7 +103,8 @@ def from_opacus(
         "noise_multiplier": dp_optimizer.noise_multiplier,
         "clip_norm": dp_optimizer.max_grad_norm,
     }
-    chosen = {"steps": steps, "delta": delta, "method": method, "params": {} if params is None else params}
+    chosen: dict[str, Any] = {"steps": steps, "delta": delta} | ({} if method is None else {"method": method})
+    chosen |= {} if params is None else {"params": params}
     plan = Plan(**{**of_opacus, **chosen, **public})
     refuse_group("from_opacus")
     if ledger is not None:
