@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fodp.clipping.layers.rules import RULES
+from fodp.methods import METHODS
+from fodp.options import OPTIONS
 from tiers import slow_tests
 
 torch.set_num_threads(1)
@@ -37,3 +40,14 @@ def pytest_collection_modifyitems(items):
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.fixture(autouse=True)
+def tables_as_they_were():
+    """Examples and pages register layers, methods and options of their own: no later test may meet them."""
+    rules, methods, options = dict(RULES), dict(METHODS), list(OPTIONS)
+    yield
+    for table, before in ((RULES, rules), (METHODS, methods)):
+        for added in table.keys() - before.keys():
+            del table[added]
+    OPTIONS[:] = options

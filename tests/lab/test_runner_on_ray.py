@@ -70,6 +70,7 @@ def wait_for_records(process, path, count):
 
 
 @pytest.mark.usefixtures("table_of_methods")
+@pytest.mark.timeout(900)  # beside other work Ray takes minutes to start
 def test_the_same_records_as_here_and_a_module_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "seen").mkdir()
     (tmp_path / "method_for_ray.py").write_text(MODULE)
