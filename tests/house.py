@@ -127,7 +127,7 @@ def _doors(tree: ast.Module, file: str) -> Iterator[Finding]:
             own = frozenset(_names_of(node))
         if isinstance(node, ast.FunctionDef):
             made = frozenset(_made_here(node))
-        if _is_door(node, own) and (file, node.attr) not in FOREIGN:  # type: ignore[attr-defined]
+        if isinstance(node, ast.Attribute) and _is_door(node, own) and (file, node.attr) not in FOREIGN:
             yield Finding("private door", file, node.lineno, ast.unparse(node))
         for target in _targets(node):
             if isinstance(target, ast.Attribute) and not _is_self(target.value) and target.attr not in SETTABLE:
@@ -142,11 +142,9 @@ def _doors(tree: ast.Module, file: str) -> Iterator[Finding]:
     yield from visit(tree, frozenset(), frozenset())
 
 
-def _is_door(node: ast.AST, own: frozenset[str]) -> bool:
+def _is_door(node: ast.Attribute, own: frozenset[str]) -> bool:
     """Whether this is a private name of another object; a class knows its own in other objects of it."""
-    if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
-        return False
-    return not _is_self(node.value) and node.attr not in own | OF_TUPLES
+    return _is_private(node.attr) and not _is_self(node.value) and node.attr not in own | OF_TUPLES
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
@@ -206,9 +204,9 @@ def _made_here(node: ast.FunctionDef) -> set[str]:
 
 def _large_class(node: ast.ClassDef, file: str) -> Iterator[Finding]:
     attributes = {target.attr for target in _self_targets(node)}
-    if "sklearn" in file:  # scikit-learn asks for an attribute of each parameter, and has no limit on these
-        attributes -= {a.arg for i in node.body if getattr(i, "name", "") == "__init__" for a in i.args.kwonlyargs}  # type: ignore[attr-defined]
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if "sklearn" in file:  # scikit-learn asks for an attribute of each parameter, and has no limit on these
+        attributes -= {argument.arg for item in methods if item.name == "__init__" for argument in item.args.kwonlyargs}
     if len(attributes) > MOST_ATTRIBUTES:
         yield Finding("large class", file, node.lineno, f"{node.name} has {len(attributes)} attributes")
     if len(methods) > MOST_METHODS:

@@ -69,7 +69,7 @@ def examples():
     return list({test.name: test for test in found if test.examples}.values())
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # examples have a few made-up rows, which is warned of
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_examples_run(example, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

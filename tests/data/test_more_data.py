@@ -25,7 +25,7 @@ FEW = dict(train_size=8, test_size=TEST, download=False)
 REVIEWS = [(number % 2, f"review {number} is {'good' if number % 2 else 'bad'}") for number in range(TRAIN + TEST)]
 ADULT = """39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Peru, <=50K
 50, ?, 83311, Masters, 14, Divorced, ?, Husband, Black, Female, 0, 1902, 13, ?, >50K
-"""  # noqa: E501
+"""  # noqa: E501 (rows as the official file has them)
 
 
 @pytest.fixture(autouse=True)

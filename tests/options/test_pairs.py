@@ -81,7 +81,7 @@ def refused_by_the_table(method, *choices, train=by_trainer):
 
 
 @pytest.mark.rule(14)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of odd pairs; refusals are what is asked
 def test_every_pair_of_options_trains_or_is_refused_by_the_table():
     pairs = [pair for pair in combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
     refused = [pair for pair in pairs if refused_by_the_table("dp-sgd", *pair)]
@@ -89,7 +89,7 @@ def test_every_pair_of_options_trains_or_is_refused_by_the_table():
 
 
 @pytest.mark.rule(14)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of odd pairs; refusals are what is asked
 def test_every_option_with_every_method_trains_or_is_refused_by_the_table():
     pairs = [(method, choice) for method in METHODS for choice in CHOICES]
     refused = [pair for pair in pairs if refused_by_the_table(*pair)]
@@ -100,7 +100,7 @@ ALONE = [*((method,) for method in METHODS), *(("dp-sgd", choice) for choice in 
 
 
 @pytest.mark.rule(14)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of odd pairs; refusals are what is asked
 def test_a_loop_of_ones_own_with_every_option_and_method_trains_or_is_refused_by_the_table():
     refused = [chosen for chosen in ALONE if refused_by_the_table(*chosen, train=by_own_loop)]
     assert ("dp-sgd", PEOPLE) in refused
@@ -108,7 +108,7 @@ def test_a_loop_of_ones_own_with_every_option_and_method_trains_or_is_refused_by
 
 
 @pytest.mark.rule(14)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of odd pairs; refusals are what is asked
 def test_several_processes_with_every_option_and_method_train_or_are_refused_by_the_table():
     """On both ranks alike."""
 
@@ -145,7 +145,7 @@ GIVEN = [  # a plan, what the Trainer is given beside it, and the two that the r
 
 
 @pytest.mark.rule(14)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of odd pairs; refusals are what is asked
 @pytest.mark.parametrize(("method", "fields", "given", "one", "other"), GIVEN)
 def test_what_the_trainer_was_given_is_refused_by_the_table_before_anything_is_charged(
     tmp_path, method, fields, given, one, other
